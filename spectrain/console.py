@@ -1,0 +1,80 @@
+"""The terminal: one console, and progress bars that show rate and ETA.
+
+Progress goes to stderr so that stdout stays clean for results. Without a terminal (a log file, CI) a line is printed every
+``PLAIN_EVERY_S`` seconds instead of a moving bar.
+"""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
+
+console = Console(stderr=True, highlight=False)
+stdout = Console(highlight=False)
+
+PLAIN_EVERY_S = 10.0
+
+
+def say(message: str) -> None:
+    """One line for the user."""
+    console.print(message, markup=False, soft_wrap=True)
+
+
+class _Rate(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        speed = task.finished_speed or task.speed
+        return Text("" if speed is None else f"{speed:,.1f} {task.fields['unit']}/s", style="cyan")
+
+
+class ProgressBar:
+    """``with ProgressBar("capture", total=n, unit="tokens") as bar: bar.advance(k, note="loss 1.2")``."""
+
+    def __init__(self, title: str, total: float, unit: str, done: float = 0) -> None:
+        self._title, self._total, self._unit, self._done, self._note = title, total, unit, done, ""
+        self._start_done, self._start_s, self._last_s = done, time.monotonic(), time.monotonic()
+        self._bar: Progress | None = None
+        if console.is_terminal:
+            self._bar = Progress(
+                TextColumn("{task.description:<9}"),
+                BarColumn(),
+                TextColumn("{task.completed:,.0f}/{task.total:,.0f} {task.fields[unit]}"),
+                _Rate(),
+                TimeElapsedColumn(),
+                TextColumn("left"),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[note]}"),
+                console=console,
+                speed_estimate_period=60,
+            )
+            self._task = self._bar.add_task(title, total=total, completed=done, unit=unit, note="")
+
+    def __enter__(self) -> ProgressBar:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        elif kind is None:
+            self._print_line()
+
+    def advance(self, amount: float, note: str | None = None) -> None:
+        self._done += amount
+        self._note = self._note if note is None else note
+        if self._bar is not None:
+            self._bar.update(self._task, advance=amount, note=self._note)
+        elif time.monotonic() - self._last_s > PLAIN_EVERY_S:
+            self._print_line()
+
+    def _print_line(self) -> None:
+        now = time.monotonic()
+        self._last_s = now
+        rate = (self._done - self._start_done) / max(now - self._start_s, 1e-9)
+        left = (self._total - self._done) / rate if rate > 0 else float("inf")
+        eta = f"{left:,.0f} s left" if left < 1e7 else "?"
+        say(f"{self._title}: {self._done:,.0f}/{self._total:,.0f} {self._unit}, {rate:,.1f} {self._unit}/s, {eta} {self._note}".rstrip())

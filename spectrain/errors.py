@@ -1,0 +1,31 @@
+"""Errors a user can act on.
+
+Each carries one sentence that says what is wrong, which field or file, and what to do. The command line prints that sentence and
+exits with ``exit_code``; ``--debug`` adds the traceback. Anything that is not a ``SpectrainError`` is a bug of ours.
+"""
+
+from __future__ import annotations
+
+
+class SpectrainError(Exception):
+    """Base of all errors with a message for the user."""
+
+    exit_code = 1
+
+
+class ConfigError(SpectrainError):
+    """A configuration key, value or combination that cannot work. Raised before work starts."""
+
+    exit_code = 2
+
+
+class InputError(SpectrainError):
+    """A file or folder that is missing, broken or belongs to something else."""
+
+    exit_code = 2
+
+
+class RunError(SpectrainError):
+    """A failure while running: a non-finite loss, an empty loss mask, a target whose states do not match."""
+
+    exit_code = 1
