@@ -151,7 +151,7 @@ class DrafterConfig:
     fc_norm: bool = False  # one norm per tap
     norm_output: bool = False  # feed back the normed output instead of the residual stream
     unroll_steps: int = 3  # training-time steps K
-    attention: str = "auto"  # eager, sdpa, flex; auto: sdpa on CPU, flex elsewhere
+    attention: str = "auto"  # eager, sdpa, flex; auto: eager on CPU, flex elsewhere
     init_from_target: bool = True  # start the decoder layer, norm and head from the target's own last layer
     loss: LossConfig = field(default_factory=LossConfig)
 

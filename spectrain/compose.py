@@ -1,0 +1,269 @@
+"""Composition of the configuration with Hydra.
+
+The dataclasses of ``config.py`` hold the defaults; they are handed to Hydra as one plain node, and the YAML files of the groups hold
+deviations only. So there is one place for each default and no schema to keep in step. Hydra's own messages are written for the
+authors of applications; here each becomes one line for the user of ours.
+
+Order, later wins: dataclass defaults (or the ``config.yaml`` of an existing run directory) < group files < recipe < command line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra import version
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, Quote, QuotedString
+from hydra.errors import HydraException, MissingConfigException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+from spectrain.build import build, key_types, suggest, unknown_key
+from spectrain.config import LOSS_NAMES, SpectrainConfig
+from spectrain.errors import ConfigError, InputError
+from spectrain.share import GROUP_FOLDERS, group_options, search_roots
+
+# What a group means when nobody says otherwise. None: nothing is added to the defaults.
+GROUPS: dict[str, str | None] = {
+    "target": None,
+    "data": None,
+    "engine": "hf",
+    "states": "stored",
+    "drafter": "eagle3",
+    "trainer": "default",
+    "suite": "heldout",
+    "logger": "none",
+    "recipe": None,  # last: a recipe overrides the other groups
+}
+_PRIMARY = "spectrain"
+
+
+def compose(overrides: Sequence[str]) -> SpectrainConfig:
+    """One configuration from command-line overrides.
+
+    An existing run directory named by ``run.dir`` supplies what was configured there when no recipe and no target is chosen anew.
+    Raises ConfigError or InputError with one line.
+    """
+    overrides, parsed = _read(overrides)
+    swept = [override.input_line for override in parsed if override.is_sweep_override()]
+    if swept:
+        raise ConfigError(f"{swept[0]} names several values: add -m to run one job for each, or write a list as key=[a,b]")
+    with _one_line():
+        hydra = _hydra(_base_values(parsed))
+        return to_config(hydra.compose_config(_PRIMARY, overrides, run_mode=RunMode.RUN, with_log_configuration=False))
+
+
+def reused_config(overrides: Sequence[str]) -> Path | None:
+    """The ``config.yaml`` that ``compose`` starts from for these overrides, if any."""
+    return _reused_config(_read(overrides)[1])
+
+
+def multirun(
+    overrides: Sequence[str],
+    job: Callable[[DictConfig], float | None],
+    check: Callable[[SpectrainConfig], None],
+    scratch: Path | None = None,
+) -> None:
+    """One job for each combination of a sweep, through Hydra's own sweepers and launchers.
+
+    Each job gets its own ``run.dir``: the swept values, as a folder below the ``run.dir`` that was given. Configurations of all jobs
+    pass through ``check`` before the first starts, where the sweep is a plain product. ``scratch`` takes Hydra's folders in a dry run.
+    """
+    overrides, parsed = _read(overrides)
+    with _one_line():
+        hydra = _hydra({})
+        for job_overrides in _product(parsed):
+            check(to_config(hydra.compose_config(_PRIMARY, job_overrides, run_mode=RunMode.RUN, with_log_configuration=False)))
+        hydra.multirun(_PRIMARY, job, [*_sweep_settings(parsed, scratch), *overrides], with_log_configuration=False)
+
+
+def sweep_config(composed: DictConfig) -> SpectrainConfig:
+    """The configuration of one job of a sweep; called inside the job."""
+    hydra = HydraConfig.get()
+    values = _plain(composed)
+    values["run"]["dir"] = str(Path(values["run"]["dir"]) / str(hydra.sweep.subdir))
+    return build(values)
+
+
+def to_config(composed: DictConfig) -> SpectrainConfig:
+    return build(_plain(composed))
+
+
+def _plain(composed: DictConfig) -> dict[str, Any]:
+    values = OmegaConf.to_container(composed, resolve=False)
+    if not isinstance(values, dict):
+        raise ConfigError("the configuration is not a mapping")
+    values.pop("hydra", None)
+    with _one_line():
+        resolved = OmegaConf.to_container(OmegaConf.create(values), resolve=True, throw_on_missing=True)
+    return resolved  # type: ignore[return-value]
+
+
+# --- Hydra's parts ---------------------------------------------------------------------------------------------------------------
+
+
+def _hydra(base_values: Mapping[str, Any]) -> Hydra:
+    """A Hydra over our search path, with the defaults (and ``base_values`` over them) registered as its primary configuration."""
+    version.setbase("1.3")
+    GlobalHydra.instance().clear()
+    ConfigStore.instance().store(name=_PRIMARY, node=_primary_node(base_values))
+    roots = [root.resolve().as_posix() for root in search_roots()]
+    if not roots:
+        raise InputError("spectrain's configuration folders are missing: reinstall the package")
+    search_path = create_config_search_path(None)
+    for root in roots:
+        search_path.prepend("spectrain", f"file://{root}", "schema")
+    return Hydra.create_main_hydra2(task_name=_PRIMARY, config_search_path=search_path)
+
+
+def _primary_node(base_values: Mapping[str, Any]) -> dict[str, Any]:
+    defaults = dataclasses.asdict(SpectrainConfig())
+    # Every loss has a key, so that `drafter.loss.weights.kl=1` adds a term and a misspelt name is an unknown key.
+    weights = defaults["drafter"]["loss"]["weights"]
+    defaults["drafter"]["loss"]["weights"] = {name: weights.get(name, 0.0) for name in LOSS_NAMES}
+    groups = {group: None if base_values else option for group, option in GROUPS.items()}
+    node: dict[str, Any] = OmegaConf.to_container(OmegaConf.merge(defaults, dict(base_values)))  # type: ignore[assignment]
+    hydra_defaults = [{"override hydra/job_logging": "none"}, {"override hydra/hydra_logging": "none"}]
+    return {"defaults": ["_self_", *({group: option} for group, option in groups.items()), *hydra_defaults], **node}
+
+
+def _reused_config(parsed: Sequence[Override]) -> Path | None:
+    if any(override.key_or_group in ("recipe", "target") for override in parsed):
+        return None
+    given = [override.value() for override in parsed if override.key_or_group == "run.dir" and not override.is_sweep_override()]
+    file = Path(str(given[-1])).expanduser() / "config.yaml" if given else None
+    return file if file is not None and file.is_file() else None
+
+
+def _base_values(parsed: Sequence[Override]) -> dict[str, Any]:
+    file = _reused_config(parsed)
+    if file is None:
+        return {}
+    values = yaml.safe_load(file.read_text(encoding="utf-8"))
+    if not isinstance(values, dict):
+        raise InputError(f"{file} is not a configuration: delete the file, or name a recipe")
+    values.pop("run", None)
+    build(values)
+    return values
+
+
+def _sweep_settings(parsed: Sequence[Override], scratch: Path | None) -> list[str]:
+    """Where Hydra puts the folders of a sweep: into ours, and nothing of its own in them."""
+    swept = [override for override in parsed if override.is_sweep_override() and not str(override.key_or_group).startswith("hydra")]
+    fixed = [str(override.get_key_element()) for override in parsed if not override.is_sweep_override()]
+    fixed = [key for key in fixed if not key.startswith("hydra")]
+    # A value with a slash (a path) would make folders of folders, and no swept value at all makes no name: number those.
+    named = swept and not any("/" in override.input_line for override in swept)  # type: ignore[operator]
+    return [
+        "hydra.output_subdir=null",
+        f"hydra.sweep.dir={_quoted(str(scratch))}" if scratch else "hydra.sweep.dir=${run.dir}",
+        "hydra.sweep.subdir=${hydra.job.override_dirname}" if named else "hydra.sweep.subdir=${hydra.job.num}",
+        f"hydra.job.config.override_dirname.exclude_keys=[{','.join(map(_quoted, fixed))}]",
+    ]
+
+
+def _product(parsed: Sequence[Override]) -> list[list[str]]:
+    """The override lists of a plain sweep. Empty where another sweeper chooses the values."""
+    if any(str(override.key_or_group) == "hydra/sweeper" for override in parsed):
+        return []
+    ours = [override for override in parsed if not str(override.key_or_group).startswith("hydra")]
+    return [job for batch in BasicSweeper.split_arguments(ours, None) for job in batch]
+
+
+# --- overrides -------------------------------------------------------------------------------------------------------------------
+
+
+def _read(overrides: Sequence[str]) -> tuple[list[str], list[Override]]:
+    """Parse and check overrides before Hydra sees them; raises ConfigError for syntax, unknown keys and unknown options."""
+    parser = OverridesParser.create()
+    lines, parsed = [], []
+    for line in overrides:
+        line, override = _parse(parser, line)
+        _check_name(override)
+        lines.append(line)
+        parsed.append(override)
+    return lines, parsed
+
+
+def _parse(parser: OverridesParser, line: str) -> tuple[str, Override]:
+    try:
+        return line, parser.parse_override(line)
+    except HydraException as error:
+        key, equals, value = line.partition("=")
+        if not equals:
+            raise ConfigError(f"cannot read {line!r}: write key=value or group=option") from error
+        if key_types().get(key) in (str, str | None, tuple[str, ...]) and value[:1] not in ("'", '"', "["):
+            # Hydra's grammar has no room for "=", "~", brackets or letters beyond ASCII in bare text; a path may have them all.
+            line = f"{key}={_quoted(value)}"
+            return line, parser.parse_override(line)
+        raise ConfigError(f"cannot read {line!r} ({_first_line(error)}): put text with special characters into quotes") from error
+
+
+def _quoted(text: str) -> str:
+    return QuotedString(text, Quote.single).with_quotes()
+
+
+def _check_name(override: Override) -> None:
+    key = str(override.key_or_group)
+    if key.startswith("hydra") or "/" in key or "@" in key:
+        return
+    if key in GROUP_FOLDERS:
+        value = None if override.is_sweep_override() else override.value()
+        if not override.is_sweep_override() and not isinstance(value, list):
+            _check_option(key, "null" if value is None else str(value))
+        return
+    parent, _, name = key.rpartition(".")
+    if parent == "drafter.loss.weights":
+        if name not in LOSS_NAMES:
+            raise ConfigError(f"{key}: loss name {name} is unknown: use one of {', '.join(LOSS_NAMES)}")
+    elif key not in key_types():
+        raise unknown_key(key)
+
+
+def _check_option(group: str, option: str) -> None:
+    options = list(group_options(group))
+    if option not in options:
+        close = suggest(option, options)
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise ConfigError(f"{group}={option} is unknown: {hint}{group} can be {', '.join(options) or 'nothing: no file is there'}")
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _one_line() -> Iterator[None]:
+    """Errors of Hydra, OmegaConf and YAML as one line of ours."""
+    try:
+        yield
+    except MissingConfigException as error:
+        options = f": the options are {', '.join(error.options)}" if error.options else ""
+        raise ConfigError(f"configuration {error.missing_cfg_file} was not found{options}") from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"{mark.name}, line {mark.line + 1}: " if mark else ""
+        raise ConfigError(f"broken YAML in {place}{getattr(error, 'problem', None) or _first_line(error)}") from error
+    except MissingMandatoryValue as error:
+        raise ConfigError(f"{error.full_key or _first_line(error)} has no value yet: set it on the command line") from error
+    except (HydraException, OmegaConfBaseException) as error:
+        cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else None
+        detail = f" ({_first_line(cause)})" if cause else ""
+        raise ConfigError(f"cannot compose the configuration: {_first_line(error)}{detail}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return re.sub(r"\s+", " ", str(error).strip().splitlines()[0]) if str(error).strip() else type(error).__name__
+

@@ -1,0 +1,72 @@
+"""The draft vocabulary: the target's most frequent generated tokens.
+
+A drafter that scores all V tokens spends most of its time in the head. Keeping the D tokens the target uses most on this workload
+loses only the acceptance of the rest, which ``coverage`` reports. Ids stay ascending, so that ``target id = i + d2t[i]`` is monotone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spectrain.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class DraftVocab:
+    """``ids_D``: the kept target ids, ascending int64; ``coverage``: share of generated training tokens that are among them."""
+
+    ids_D: Tensor
+    target_size: int
+    coverage: float
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.ids_D) == self.target_size
+
+    def d2t(self) -> Tensor:
+        """Offsets as vLLM reads them: target id of draft id i is ``i + d2t[i]``. int64 [D]."""
+        return self.ids_D - torch.arange(len(self.ids_D))
+
+    def target_to_draft(self) -> Tensor:
+        """int64 [V]: the draft id of a target id, -1 outside the draft vocabulary."""
+        lookup_V = torch.full((self.target_size,), -1, dtype=torch.long)
+        lookup_V[self.ids_D] = torch.arange(len(self.ids_D))
+        return lookup_V
+
+
+def full_vocab(target_size: int) -> DraftVocab:
+    return DraftVocab(torch.arange(target_size), target_size, 1.0)
+
+
+def vocab_from_d2t(d2t: Tensor, target_size: int) -> DraftVocab:
+    """The vocabulary a checkpoint was trained with; coverage is unknown here and reported as nan."""
+    return DraftVocab(d2t.long() + torch.arange(len(d2t)), target_size, float("nan"))
+
+
+def build_vocab(documents: Iterable[tuple[np.ndarray, np.ndarray]], size: int | None, target_size: int) -> DraftVocab:
+    """Count supervised tokens of ``(input_ids, loss_mask)`` documents and keep the ``size`` most frequent (ties: lower id first).
+
+    Where fewer than ``size`` distinct tokens occur, tokens of the prompts come next, then the lowest unused ids: byte and common pieces
+    in every byte-pair vocabulary.
+
+    Raises ConfigError where ``size`` exceeds the target's vocabulary.
+    """
+    if size is None or size == target_size:
+        return full_vocab(target_size)
+    if size > target_size:
+        raise ConfigError(f"drafter.draft_vocab_size={size} is larger than the target's vocabulary of {target_size}: choose at most that")
+    generated_V = np.zeros(target_size, dtype=np.int64)
+    prompted_V = np.zeros(target_size, dtype=np.int64)
+    for input_ids, loss_mask in documents:
+        chosen = loss_mask.astype(bool)
+        generated_V += np.bincount(input_ids[chosen], minlength=target_size)
+        prompted_V += np.bincount(input_ids[~chosen], minlength=target_size)
+    order = np.lexsort((np.arange(target_size), -prompted_V, -generated_V))
+    kept = np.sort(order[:size])
+    total = generated_V.sum()
+    return DraftVocab(torch.from_numpy(kept), target_size, float(generated_V[kept].sum() / total) if total else 1.0)

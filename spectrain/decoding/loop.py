@@ -1,0 +1,254 @@
+"""The lossless decoding loop: draft, score all drafts in one pass of the target, keep what stands.
+
+One round, with the anchor (the last committed token) at position a:
+
+    proposer   drafts d_1 … d_n for positions a + 1 … a + n
+    target     runs over [anchor, d_1 … d_n]; row j of its logits is the law of slot j + 1
+    verify     k drafts stand, and one more token follows them (the correction, or the bonus after n)
+    observe    the proposer gets anchor, d_1 … d_k with the taps of that same pass; the new anchor is the token after them
+
+Plain decoding is the same loop with no drafts. Rows of a batch accept different counts and leave when they are done. Each prompt has its
+own random stream, so what it is answered does not depend on the prompts beside it.
+
+Legend: B batch, T tokens of one pass, m = drafts + 1, H hidden, A taps, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spectrain.decoding.proposers import Proposal, Proposer
+from spectrain.decoding.verify import GREEDY, Law, Verdict, verify
+from spectrain.evaluation.metrics import Round
+from spectrain.target.cache import open_cache
+from spectrain.target.model import TargetModel, TargetOutput
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """Answer to one prompt: its ids (the end token included), the rounds that made it, and "stop" (end token) or "length"."""
+
+    ids: list[int]
+    rounds: list[Round]
+    finish_reason: str
+
+
+@dataclass
+class LoopTiming:
+    """Wall-clock sums. A batch's round counts once in ``rounds``, whatever its number of rows."""
+
+    rounds: int = 0
+    prefill_s: float = 0.0
+    draft_s: float = 0.0  # propose and observe
+    verify_s: float = 0.0  # the target's pass, verification, upkeep of its cache
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Results in the order of the prompts, and where the time went."""
+
+    results: list[GenerationResult]
+    timing: LoopTiming
+
+
+def speculative_generate(
+    target: TargetModel,
+    proposer: Proposer | None,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int | Sequence[int],
+    n: int,
+    law: Law,
+    eos_ids: Sequence[int] = (),
+    seed: int = 0,
+    *,
+    draft_law: Law = GREEDY,
+    batch_size: int | None = None,
+    streams: Sequence[int] | None = None,
+    on_tokens: Callable[[int], None] | None = None,
+) -> Generation:
+    """Answers to prompts, distributed exactly as the target's own under ``law``.
+
+    Args:
+        proposer: who drafts; ``None`` decodes plainly (n is then without effect).
+        max_new_tokens: per answer, at least 1; one number or one per prompt.
+        n: drafts per round.
+        draft_law: greedy for arg-max drafts (one-hot law, lossless at every temperature), else what drafts are drawn from.
+        batch_size: prompts decoded together; ``None``: all.
+        streams: number of each prompt's random stream under ``seed``; ``None``: its index.
+        on_tokens: called after each round with the number of tokens it added, for progress bars.
+    """
+    limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
+    streams = range(len(prompts)) if streams is None else streams
+    if any(len(prompt) == 0 for prompt in prompts) or any(limit < 1 for limit in limits):
+        raise ValueError("every prompt needs at least one token, and room for at least one more")
+    rows = [_Row(list(prompt), limit, _generator(seed, stream)) for prompt, limit, stream in zip(prompts, limits, streams, strict=True)]
+    settings = _Settings(0 if proposer is None else n, law, draft_law, frozenset(eos_ids), on_tokens)
+    batch = batch_size or max(len(rows), 1)
+    timing = LoopTiming()
+    for first in range(0, len(rows), batch):
+        _Batch(target, proposer, rows[first : first + batch], settings, timing).run()
+    return Generation([GenerationResult(row.answer, row.rounds, row.finish_reason) for row in rows], timing)
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What holds for all rows."""
+
+    n: int
+    law: Law
+    draft_law: Law
+    eos_ids: frozenset[int]
+    on_tokens: Callable[[int], None] | None
+
+
+@dataclass
+class _Row:
+    """One prompt and its answer so far."""
+
+    prompt: list[int]
+    limit: int
+    generator: torch.Generator
+    answer: list[int] = field(default_factory=list)
+    rounds: list[Round] = field(default_factory=list)
+    finish_reason: str = ""
+
+    @property
+    def anchor(self) -> int:
+        """Position of the last committed token."""
+        return len(self.prompt) + len(self.answer) - 1
+
+    def commit(self, tokens: list[int], eos_ids: frozenset[int]) -> int:
+        """Take new tokens up to an end token or the length limit; returns how many became text."""
+        kept = 0
+        for token in tokens[: self.limit - len(self.answer)]:
+            self.answer.append(token)
+            kept += 1
+            if token in eos_ids:
+                self.finish_reason = "stop"
+                return kept
+        if len(self.answer) == self.limit:
+            self.finish_reason = "length"
+        return kept
+
+    def commit_round(self, drafts: list[int], accepted: int, next_token: int, eos_ids: frozenset[int]) -> None:
+        anchor = self.anchor
+        kept = self.commit([*drafts[:accepted], next_token], eos_ids)
+        stood = min(kept, accepted)
+        # The text ends on an accepted draft with further slots undecided: a reader of the text cannot tell how many would have stood.
+        cut = self.finish_reason == "length" and kept == stood < len(drafts)
+        self.rounds.append(Round(anchor=anchor, drafted=len(drafts), accepted=stood, cut=cut))
+
+
+class _Batch:
+    """Prompts decoded together, from prefill until the last one is done."""
+
+    def __init__(self, target: TargetModel, proposer: Proposer | None, rows: list[_Row], settings: _Settings, timing: LoopTiming) -> None:
+        self.target, self.proposer, self.rows, self.settings, self.timing = target, proposer, rows, settings, timing
+        self.taps = () if proposer is None else proposer.taps
+        self.cache = open_cache(target, len(rows))
+        self.draft_cache = None if proposer is None else proposer.new_cache(len(rows))
+
+    def run(self) -> None:
+        with self._timed("prefill_s"):
+            self._prefill()
+        while self.rows:
+            with self._timed("draft_s"):
+                proposal = self._propose()
+            with self._timed("verify_s"):
+                ids_BT, output, counts = self._verify(proposal)
+            with self._timed("draft_s"):
+                self._observe(ids_BT, output.taps_BSAH, counts)
+            self.timing.rounds += 1
+
+    def _prefill(self) -> None:
+        lengths = [len(row.prompt) for row in self.rows]
+        ids_BT = torch.zeros(len(lengths), max(lengths), dtype=torch.long)
+        for ids, row in zip(ids_BT, self.rows, strict=True):
+            ids[: len(row.prompt)] = torch.tensor(row.prompt)
+        ids_BT = ids_BT.to(self.target.device)
+        output = self.cache.forward(ids_BT, lengths, self.taps)
+        last_B1H = output.last_hidden_BSH[torch.arange(len(lengths)), torch.tensor(lengths) - 1][:, None]
+        no_drafts_B0 = ids_BT[:, :0]
+        verdict = self._judge(no_drafts_B0, None, last_B1H, None)
+        for row, token in zip(self.rows, verdict.next_token.tolist(), strict=True):
+            row.commit([token], self.settings.eos_ids)
+        self._report(len(self.rows))
+        self.cache.keep(lengths)
+        self._observe(ids_BT, output.taps_BSAH, lengths)
+
+    def _propose(self) -> Proposal:
+        anchor_B = torch.tensor([row.answer[-1] for row in self.rows], device=self.target.device)
+        if self.proposer is None:
+            return Proposal(ids=anchor_B[:, None][:, :0])
+        draft_law = self.settings.draft_law
+        generators = None if draft_law.greedy else [row.generator for row in self.rows]
+        return self.proposer.propose(self.draft_cache, anchor_B, self.settings.n, draft_law, generators)
+
+    def _verify(self, proposal: Proposal) -> tuple[Tensor, TargetOutput, list[int]]:
+        """One pass of the target over anchor and drafts. Returns its tokens, its output, and how many of its tokens each row keeps."""
+        lengths = [proposal.ids.shape[1]] * len(self.rows) if proposal.lengths is None else proposal.lengths.tolist()
+        longest = max(lengths)
+        draft_ids = proposal.ids[:, :longest]
+        draft_log_probs = None if proposal.law is None else proposal.law[:, :longest]
+        anchor_B1 = torch.tensor([[row.answer[-1]] for row in self.rows], device=self.target.device)
+        ids_BT = torch.cat([anchor_B1, draft_ids.to(anchor_B1.device)], dim=1)
+        output = self.cache.forward(ids_BT, [length + 1 for length in lengths], self.taps)
+        verdict = self._judge(ids_BT[:, 1:], draft_log_probs, output.last_hidden_BSH, proposal.lengths)
+
+        accepted, drafts = verdict.accepted.tolist(), draft_ids.tolist()
+        before = sum(len(row.answer) for row in self.rows)
+        for b, (row, token) in enumerate(zip(self.rows, verdict.next_token.tolist(), strict=True)):
+            row.commit_round(drafts[b][: lengths[b]], accepted[b], token, self.settings.eos_ids)
+        self._report(sum(len(row.answer) for row in self.rows) - before)
+        counts = [count + 1 for count in accepted]
+        self.cache.keep(counts)
+        return ids_BT, output, counts
+
+    def _judge(self, draft_ids: Tensor, draft_log_probs: Tensor | None, last_hidden_BmH: Tensor, lengths_B: Tensor | None) -> Verdict:
+        uniforms_Bm = None
+        if not self.law.greedy:
+            # n + 1 numbers whatever the longest row drafted: a row's stream must not depend on its neighbours.
+            drawn = torch.stack([torch.rand(self.settings.n + 1, generator=row.generator, dtype=torch.float64) for row in self.rows])
+            uniforms_Bm = drawn[:, : draft_ids.shape[1] + 1]
+        return verify(draft_ids, draft_log_probs, self.target.logits(last_hidden_BmH), self.settings.law, uniforms_Bm, lengths_B)
+
+    def _observe(self, ids_BT: Tensor, taps_BTAH: Tensor | None, counts: list[int]) -> None:
+        """Let finished rows go, then show the proposer what the others committed."""
+        alive = [b for b, row in enumerate(self.rows) if not row.finish_reason]
+        if len(alive) < len(self.rows):
+            self.rows = [self.rows[b] for b in alive]
+            counts = [counts[b] for b in alive]
+            index = torch.tensor(alive, dtype=torch.long, device=ids_BT.device)
+            ids_BT, taps_BTAH = ids_BT[index], None if taps_BTAH is None else taps_BTAH[index]
+            if alive:
+                self.cache.select(alive)
+                self.draft_cache = None if self.proposer is None else self.proposer.select(self.draft_cache, index)
+        if self.proposer is not None and alive:
+            longest = max(counts)
+            shown_taps = None if taps_BTAH is None else taps_BTAH[:, :longest]
+            self.proposer.observe(self.draft_cache, ids_BT[:, :longest], shown_taps, torch.tensor(counts, device=ids_BT.device))
+
+    def _report(self, tokens: int) -> None:
+        if self.settings.on_tokens is not None:
+            self.settings.on_tokens(tokens)
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        start_s = time.perf_counter()
+        yield
+        if self.target.device.type == "cuda":
+            torch.cuda.synchronize(self.target.device)
+        setattr(self.timing, name, getattr(self.timing, name) + time.perf_counter() - start_s)
+
+
+def _generator(seed: int, stream: int) -> torch.Generator:
+    """A random stream of its own for each (seed, stream); SeedSequence keeps neighbouring numbers apart."""
+    state = int(np.random.SeedSequence([seed, stream]).generate_state(1, np.uint64)[0])
+    return torch.Generator().manual_seed(state >> 1)  # manual_seed takes 63 bits

@@ -1,0 +1,113 @@
+"""What the decoding loop needs of anything that drafts, and drafting by n-gram lookup.
+
+A proposer sees verified tokens (``observe``) and guesses what follows them (``propose``), as a drafter does inside a server. A trained
+drafter satisfies the protocol itself; n-gram lookup shows that a proposer needs no target features at all.
+
+Legend: B batch, T tokens, A taps, H hidden, n draft tokens, V vocabulary of the target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spectrain.decoding.verify import Law
+from spectrain.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """The drafts of one round.
+
+    ids: [B, n'] with n' ≤ the n asked for. law: log-probabilities [B, n', V] in the target's vocabulary that each draft was drawn from, or
+    ``None`` when the drafts were chosen, not drawn (a one-hot law). confidence: [B, n'] estimated acceptance, or ``None``.
+    lengths: [B] drafts per row when rows differ (the rest of a row is padding), or ``None`` when every row has n'.
+    """
+
+    ids: Tensor
+    law: Tensor | None = None
+    confidence: Tensor | None = None
+    lengths: Tensor | None = None
+
+
+class Proposer(Protocol):
+    """Drafts for a batch of texts.
+
+    taps: the taps of the target that ``observe`` reads, ascending; empty when it needs none.
+    The cache is the proposer's own; ``observe`` changes it in place, ``propose`` leaves no trace in it.
+    """
+
+    taps: tuple[int, ...]
+
+    def new_cache(self, batch_size: int) -> Any:
+        """State for a batch of texts of which nothing has been seen yet."""
+        ...
+
+    def observe(self, cache: Any, ids_BT: Tensor, taps_BTAH: Any, lengths_B: Tensor) -> None:
+        """Verified tokens and the target's taps at the same positions (``None`` where no taps are read), in text order.
+
+        Rows are padded on the right; ``lengths_B`` says how many tokens of each are real.
+        """
+        ...
+
+    def propose(self, cache: Any, anchor_B: Tensor, n: int, law: Law, generators: Sequence[torch.Generator] | None = None) -> Proposal:
+        """Drafts for the n tokens after the anchor, the last committed token, whose own taps do not exist yet.
+
+        A greedy ``law`` asks for arg-max drafts (``Proposal.law`` is ``None``); any other asks for drafts drawn from the drafter's law
+        under the same temperature and truncation. Row b then draws from ``generators[b]`` alone (on the CPU), so that what it drafts does
+        not depend on the other rows.
+        """
+        ...
+
+    def select(self, cache: Any, rows: Tensor) -> Any:
+        """The cache of these rows of the batch, in this order; the old one is not used again."""
+        ...
+
+
+class NGramProposer:
+    """Prompt lookup (Saxena 2023, https://github.com/apoorvumang/prompt-lookup-decoding): the text itself is the drafter.
+
+    The longest suffix of ``ngram_max`` … ``ngram_min`` tokens that occurred before is looked up; its most recent earlier occurrence is read
+    on from there. A row without a match drafts nothing, and a match near the end of the text drafts fewer than n.
+    """
+
+    taps: tuple[int, ...] = ()
+
+    def __init__(self, ngram_max: int = 4, ngram_min: int = 2) -> None:
+        if not 1 <= ngram_min <= ngram_max:
+            raise ConfigError(f"ngram_min={ngram_min} must lie between 1 and ngram_max={ngram_max}")
+        self.ngram_max, self.ngram_min = ngram_max, ngram_min
+
+    def new_cache(self, batch_size: int) -> list[list[int]]:
+        return [[] for _ in range(batch_size)]
+
+    def observe(self, cache: list[list[int]], ids_BT: Tensor, taps_BTAH: Any, lengths_B: Tensor) -> None:
+        for text, ids, length in zip(cache, ids_BT.tolist(), lengths_B.tolist(), strict=True):
+            text.extend(ids[:length])
+
+    def propose(
+        self, cache: list[list[int]], anchor_B: Tensor, n: int, law: Law, generators: Sequence[torch.Generator] | None = None
+    ) -> Proposal:
+        drafts = [self.lookup([*text, anchor], n) for text, anchor in zip(cache, anchor_B.tolist(), strict=True)]
+        lengths = [len(draft) for draft in drafts]
+        ids_Bn = torch.tensor([draft + [0] * (n - len(draft)) for draft in drafts], dtype=torch.long).reshape(len(drafts), n)
+        return Proposal(ids=ids_Bn.to(anchor_B.device), lengths=torch.tensor(lengths, device=anchor_B.device))
+
+    def select(self, cache: list[list[int]], rows: Tensor) -> list[list[int]]:
+        return [cache[row] for row in rows.tolist()]
+
+    def lookup(self, text: Sequence[int], n: int) -> list[int]:
+        """At most n tokens that followed the most recent earlier occurrence of the longest repeated suffix of ``text``."""
+        ids = np.asarray(text, dtype=np.int64)
+        for size in range(min(self.ngram_max, len(ids) - 1), self.ngram_min - 1, -1):
+            windows = np.lib.stride_tricks.sliding_window_view(ids[:-1], size)  # ends before the suffix itself
+            starts = np.flatnonzero((windows == ids[-size:]).all(axis=1))
+            if len(starts):
+                after = int(starts[-1]) + size
+                return [int(token) for token in ids[after : after + n]]
+        return []

@@ -1,0 +1,129 @@
+"""The pieces of a decoder layer, shared by every drafter. Names are those of Llama and Qwen3 checkpoints, which is what vLLM loads.
+
+Shapes: x_..H; heads are split as [N, T, hd] by the attention functions. All norms are plain RMS norms (``w * x / rms``): a drafter
+never carries a family's (1 + w) convention.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Dimensions of the drafter's decoder layers, as a Hugging Face Llama or Qwen3 configuration has them."""
+
+    layer_type: str  # llama, or qwen3 with q/k norms
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_parameters: dict[str, Any]
+    max_position_embeddings: int
+
+    @property
+    def qk_norm(self) -> bool:
+        return self.layer_type == "qwen3"
+
+
+class RMSNorm(nn.Module):
+    """``weight * x / sqrt(mean(x²) + eps)``, computed in float32. First tokens of a document reach 10⁴ times the median."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype) * self.weight.to(x.dtype)
+
+
+class Rotary:
+    """Rotary phases, always in float32: rounding ``inv_freq`` to bf16 shifts late positions by whole radians.
+
+    Not a module on purpose: ``module.to(bfloat16)`` must not reach the frequencies. Scaled variants (llama3, yarn, linear) come from
+    transformers' own table, so that the drafter turns by the same phases as vLLM.
+    """
+
+    def __init__(self, shape: LayerShape) -> None:
+        from transformers import LlamaConfig
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        parameters = dict(shape.rope_parameters)
+        kind = parameters.get("rope_type", "default")
+        self.attention_scaling = 1.0
+        if kind == "default":
+            exponent = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
+            self.inv_freq = 1.0 / (float(parameters["rope_theta"]) ** exponent)
+        else:
+            config = LlamaConfig(
+                hidden_size=shape.hidden_size,
+                num_attention_heads=shape.num_attention_heads,
+                head_dim=shape.head_dim,
+                max_position_embeddings=shape.max_position_embeddings,
+                rope_parameters=parameters,
+            )
+            self.inv_freq, self.attention_scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+
+    def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Positions [...] -> cos and sin [..., hd] in float32 (float64 phases are never needed: positions are below 2²⁴)."""
+        self.inv_freq = self.inv_freq.to(positions.device)
+        phase = positions.float()[..., None] * self.inv_freq
+        phase = torch.cat([phase, phase], dim=-1)
+        return phase.cos() * self.attention_scaling, phase.sin() * self.attention_scaling
+
+
+def rotate(x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+    """Apply rotary phases to x [..., T, N, hd]; cos and sin are [..., T, hd]."""
+    cos, sin = (part.unsqueeze(-2).to(x.dtype) for part in cos_sin)
+    half = x.shape[-1] // 2
+    return x * cos + torch.cat([-x[..., half:], x[..., :half]], dim=-1) * sin
+
+
+class Projections(nn.Module):
+    """q, k, v and o of one attention, with rotary phases and, for Qwen3, norms per head. Returns heads as [..., T, N, hd]."""
+
+    def __init__(self, shape: LayerShape, input_size: int) -> None:
+        super().__init__()
+        self.shape = shape
+        q_size, kv_size = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+        self.q_proj = nn.Linear(input_size, q_size, bias=False)
+        self.k_proj = nn.Linear(input_size, kv_size, bias=False)
+        self.v_proj = nn.Linear(input_size, kv_size, bias=False)
+        self.o_proj = nn.Linear(q_size, shape.hidden_size, bias=False)
+        if shape.qk_norm:
+            self.q_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps)
+            self.k_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps)
+
+    def queries(self, x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+        q = self.q_proj(x).unflatten(-1, (self.shape.num_attention_heads, self.shape.head_dim))
+        return rotate(self.q_norm(q) if self.shape.qk_norm else q, cos_sin)
+
+    def keys_values(self, x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        heads = (self.shape.num_key_value_heads, self.shape.head_dim)
+        k, v = self.k_proj(x).unflatten(-1, heads), self.v_proj(x).unflatten(-1, heads)
+        return rotate(self.k_norm(k) if self.shape.qk_norm else k, cos_sin), v
+
+    def output(self, heads: Tensor) -> Tensor:
+        return self.o_proj(heads.flatten(-2))
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, shape: LayerShape) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))

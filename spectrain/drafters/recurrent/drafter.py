@@ -1,0 +1,128 @@
+"""The EAGLE-3 drafter: the architecture of ``eagle3.py`` behind the interface of every drafter."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from spectrain.config import LossConfig
+from spectrain.data.packing import PackedBatch
+from spectrain.data.vocab import DraftVocab
+from spectrain.decoding.proposers import Proposal
+from spectrain.decoding.verify import Law, sample, truncated_log_probs
+from spectrain.drafters.base import Drafter, DraftScores
+from spectrain.drafters.layers import Rotary
+from spectrain.drafters.losses import LossSums, Teacher, draft_loss
+from spectrain.drafters.recurrent import decode
+from spectrain.drafters.recurrent.eagle3 import Eagle3Body, Eagle3Shape
+from spectrain.drafters.recurrent.unroll import Columns, by_teacher, unroll
+from spectrain.drafters.scoring import accept_probability, at_least_float32
+from spectrain.target.head import TargetHead
+
+
+class Eagle3(Drafter):
+    """EAGLE-3 with any number of taps. ``steps`` is the number of steps unrolled in training; drafting can go further."""
+
+    method = "eagle3"
+
+    def __init__(self, shape: Eagle3Shape, vocab: DraftVocab, steps: int = 3, loss: LossConfig | None = None, attention: str = "auto") -> None:
+        super().__init__()
+        self.shape, self.vocab, self.tap_ids = shape, vocab, shape.taps
+        self.steps, self.loss, self.attention = steps, loss or LossConfig(), attention
+        self.body = Eagle3Body(shape)
+        self.rotary = Rotary(shape.layer)
+        self.register_buffer("draft_ids_D", vocab.ids_D.clone(), persistent=False)
+        self.register_buffer("target_to_draft_V", vocab.target_to_draft(), persistent=False)
+
+    @property
+    def lm_head_DH(self) -> Tensor:
+        return self.body.lm_head.weight if self.shape.owns_head else self.head.lm_head_weight
+
+    def train_losses(self, batch: PackedBatch) -> LossSums:
+        columns = Columns.build(batch, self.steps)
+        hidden_KMH = unroll(self.body, self.rotary, self.head, batch, columns, self._backend(batch))
+        students = by_teacher(hidden_KMH, columns.weights(self.loss.step_decay), columns, batch.num_tokens)
+        sums = draft_loss(
+            students.hidden_KUH,
+            self.lm_head_DH,
+            self._teacher(batch, students.teacher_U),
+            self.target_to_draft_V[batch.input_ids_T[students.teacher_U + 1]],
+            students.weight_KU,
+            self.loss.weights,
+        )
+        if len(columns.query_M) == 0:
+            # Every parameter must still have a gradient, or data-parallel ranks with text would wait for this one for ever.
+            sums.loss = sums.loss + sum(p.sum() for p in self.parameters()) * 0.0
+        return sums
+
+    @torch.no_grad()
+    def score(self, batch: PackedBatch, num_tokens: int, law: Law, draft_law: Law) -> DraftScores:
+        columns = Columns.build(batch, num_tokens)
+        hidden_KMH = unroll(self.body, self.rotary, self.head, batch, columns, self._backend(batch))
+        students = by_teacher(hidden_KMH, columns.valid_KM.float(), columns, batch.num_tokens)
+        accept_KU = accept_probability(
+            students.hidden_KUH,
+            self.lm_head_DH,
+            self._teacher(batch, students.teacher_U),
+            batch.input_ids_T[students.teacher_U + 1],
+            self.vocab if self.shape.owns_head else None,
+            law,
+            draft_law,
+        )
+        # Back from teachers to anchors: slot k of the anchor at t + 1 asked the teacher at t + 1 + k.
+        index_T = torch.zeros(batch.num_tokens + num_tokens, dtype=torch.long, device=columns.query_M.device)
+        index_T[students.teacher_U] = torch.arange(len(students.teacher_U), device=index_T.device)
+        anchor_R = columns.query_M + 1
+        accept_RK = torch.stack([accept_KU[k, index_T[anchor_R + k]] for k in range(num_tokens)], dim=1)
+        return DraftScores(anchor_R, accept_RK * columns.valid_KM.T)
+
+    def new_cache(self, batch_size: int) -> decode.RecurrentCache:
+        return decode.new_cache(self.body, batch_size)
+
+    @torch.no_grad()
+    def observe(self, cache: decode.RecurrentCache, ids_BT: Tensor, taps_BTAH: Tensor | None, lengths_B: Tensor) -> None:
+        if taps_BTAH is None:
+            raise ValueError("an EAGLE-3 drafter observes taps of the target")
+        decode.observe(self.body, self.rotary, self.head, cache, ids_BT, taps_BTAH, lengths_B)
+
+    @torch.no_grad()
+    def propose(self, cache: decode.RecurrentCache, anchor_B: Tensor, n: int, law: Law, uniforms_Bn: Tensor | None = None) -> Proposal:
+        steps = decode.draft_steps(self.body, self.rotary, self.head, cache, anchor_B, n)
+        ids, laws = [], []
+        for k, normed_BH in enumerate(steps):
+            logits_BD = at_least_float32(normed_BH @ self.lm_head_DH.T.to(normed_BH.dtype))
+            if law.greedy:
+                draft_B = logits_BD.argmax(-1)
+            else:
+                if uniforms_Bn is None:
+                    raise ValueError("sampled drafts need uniforms")
+                log_p_BD = truncated_log_probs(logits_BD, law)
+                draft_B = sample(log_p_BD.exp(), uniforms_Bn[:, k])
+                full_BV = log_p_BD.new_full((len(log_p_BD), self.vocab.target_size), float("-inf"))
+                laws.append(full_BV.index_copy_(1, self.draft_ids_D, log_p_BD))
+            steps.token_B = self.draft_ids_D[draft_B]
+            ids.append(steps.token_B)
+        return Proposal(ids=torch.stack(ids, dim=1), law=torch.stack(laws, dim=1) if laws else None)
+
+    def select(self, cache: decode.RecurrentCache, rows_B: Tensor) -> None:
+        cache.select(rows_B)
+
+    def attach(self, head: TargetHead) -> Drafter:
+        super().attach(head)
+        # The target's own rows of the draft vocabulary: the teacher of every step, gathered once.
+        rows_DH = head.lm_head_weight[self.draft_ids_D.to(head.lm_head_weight.device)] if self.shape.owns_head else None
+        self.__dict__["_teacher_rows_DH"] = rows_DH
+        return self
+
+    def _teacher(self, batch: PackedBatch, teacher_U: Tensor) -> Teacher:
+        return Teacher(
+            head=self.head,
+            last_hidden_UH=batch.last_hidden_TH[teacher_U],
+            log_normalizer_U=None if batch.log_normalizer_T is None else batch.log_normalizer_T[teacher_U],
+            rows_DH=self.__dict__["_teacher_rows_DH"],
+        )
+
+    def _backend(self, batch: PackedBatch) -> str:
+        if self.attention != "auto":
+            return self.attention
+        return "flex" if batch.input_ids_T.is_cuda else "eager"

@@ -1,0 +1,51 @@
+"""Atomic writes: a reader, or a process that starts after a kill, sees the old content or the new one, never a mixture."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+
+def replace_folder(folder: Path, fill: Callable[[Path], None]) -> None:
+    """Make ``folder`` hold what ``fill(path)`` writes into an empty folder.
+
+    There is no portable way to exchange two folders in one step, so the old one is moved aside first: after a kill between the two
+    renames ``recover_folder`` puts it back.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    fresh, old = _aside(folder, "new"), _aside(folder, "old")
+    recover_folder(folder)
+    fresh.mkdir()
+    fill(fresh)
+    for path in fresh.iterdir():
+        sync(path)
+    sync(fresh)
+    if folder.exists():
+        os.replace(folder, old)
+    os.replace(fresh, folder)
+    sync(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def recover_folder(folder: Path) -> None:
+    """Undo what a kill during ``replace_folder`` left: put the old folder back if the new one did not arrive, and remove leftovers."""
+    fresh, old = _aside(folder, "new"), _aside(folder, "old")
+    if old.exists() and not folder.exists():
+        os.replace(old, folder)
+    shutil.rmtree(old, ignore_errors=True)
+    shutil.rmtree(fresh, ignore_errors=True)
+
+
+def _aside(folder: Path, kind: str) -> Path:
+    return folder.with_name(f".{folder.name}.{kind}")
+
+
+def sync(path: Path) -> None:
+    """Flush a file or folder to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

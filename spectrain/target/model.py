@@ -1,0 +1,196 @@
+"""The target, run in process by transformers, with its residual stream read by hooks.
+
+Tap k is the residual stream after k decoder layers: k = 0 the (scaled) embeddings, k = N the input of the final norm. That is
+``hidden_states[k]`` of transformers for k < N; its ``hidden_states[N]`` is taken after the final norm and is no tap. Only the asked taps
+are copied, all layers are never held at once, and logits exist only for the positions somebody asks for: ``run`` stops at the final norm,
+``logits`` does the rest.
+
+Shape suffixes: B batch, S columns, A taps, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from spectrain.config import TargetConfig
+from spectrain.errors import ConfigError, InputError
+from spectrain.target.families import HeadMath, head_math
+from spectrain.target.quiet import quiet_transformers
+from spectrain.target.resolve import ResolvedTarget
+from spectrain.target.spec import TargetSpec, load_config
+
+
+@dataclass(frozen=True)
+class TargetOutput:
+    """What one forward pass leaves: ``last_hidden_BSH`` before the final norm, ``taps_BSAH`` in the order asked for (None if none were)."""
+
+    last_hidden_BSH: torch.Tensor
+    taps_BSAH: torch.Tensor | None
+    past_key_values: Any
+
+
+class TargetModel:
+    """A frozen causal language model of transformers. Use ``TargetModel.load``; the constructor takes parts that are loaded already."""
+
+    def __init__(self, model: Any, tokenizer: Any, spec: TargetSpec, math: HeadMath) -> None:
+        self.model, self.tokenizer, self.spec, self._math = model, tokenizer, spec, math
+        self.model.eval().requires_grad_(False)
+        self.generation_config = model.generation_config
+        family = math.family
+        self._decoder = _decoder_of(model, family.prefixes, family.layers)
+        self._layers: Sequence[nn.Module] = getattr(self._decoder, family.layers)
+        self._final_norm: nn.Module = getattr(self._decoder, family.final_norm)
+        self._lm_head: nn.Linear = model.get_output_embeddings()
+
+    @classmethod
+    def load(cls, resolved: ResolvedTarget, config: TargetConfig) -> TargetModel:
+        """Loads tokenizer and weights of ``resolved.folder`` (safetensors only).
+
+        Raises ``InputError`` for a family that is not known or a checkpoint that cannot be read, ``ConfigError`` for a device that is
+        not there.
+        """
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        hf_config = load_config(resolved.folder, config.trust_remote_code)
+        spec, math = TargetSpec.from_config(hf_config), head_math(hf_config)
+        device = choose_device(config.device)
+        common = {"trust_remote_code": config.trust_remote_code, "local_files_only": True}
+        try:
+            with quiet_transformers():
+                tokenizer = AutoTokenizer.from_pretrained(str(resolved.folder), **common)
+                model = AutoModelForCausalLM.from_pretrained(
+                    str(resolved.folder),
+                    dtype=choose_dtype(config.dtype, device, spec),
+                    attn_implementation=config.attn_implementation,
+                    use_safetensors=True,
+                    device_map={"": device} if device.type != "cpu" else None,
+                    **common,
+                )
+        except (OSError, ValueError, KeyError, RuntimeError) as error:
+            reason = " ".join(str(error).split())[:400]
+            raise InputError(f"target {resolved.name} in {resolved.folder} cannot be loaded ({type(error).__name__}: {reason})") from error
+        return cls(model, tokenizer, spec, math)
+
+    @property
+    def device(self) -> torch.device:
+        return self._lm_head.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._lm_head.weight.dtype
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Ids that end an answer: those of generation_config, else the tokenizer's. Sorted."""
+        ids = getattr(self.generation_config, "eos_token_id", None)
+        ids = self.tokenizer.eos_token_id if ids is None else ids
+        return tuple(sorted({ids} if isinstance(ids, int) else set(ids or ())))
+
+    @torch.no_grad()  # not inference_mode: its tensors could never enter a training graph
+    def run(
+        self,
+        input_ids_BS: torch.Tensor,
+        position_ids_BS: torch.Tensor,
+        attention_mask: torch.Tensor | dict[str, torch.Tensor] | None = None,
+        past_key_values: Any = None,
+        tap_ids: Sequence[int] = (),
+    ) -> TargetOutput:
+        """One forward pass up to the input of the final norm.
+
+        ``attention_mask`` is what transformers takes: [B, past + S] with 1 for real tokens, a 4-D mask, or one for each kind of layer;
+        without one (and without a cache) positions that restart at 0 inside a row separate packed documents. ``past_key_values`` is extended in place.
+        ``ConfigError`` for a tap outside [0, N].
+        """
+        with self._recording(input_ids_BS.shape, tap_ids) as record:
+            self._decoder(
+                input_ids=input_ids_BS,
+                position_ids=position_ids_BS,
+                attention_mask=attention_mask,
+                past_key_values=past_key_values,
+                use_cache=past_key_values is not None,
+            )
+        return TargetOutput(record.last_hidden_BSH, record.taps_BSAH, past_key_values)
+
+    @torch.no_grad()  # not inference_mode: its tensors could never enter a training graph
+    def logits(self, last_hidden: torch.Tensor) -> torch.Tensor:
+        """Float32 logits [..., V] of pre-final-norm states [..., H], by the model's own norm and lm_head.
+
+        Costs V floats a position: select the positions first.
+        """
+        normed = self._final_norm(last_hidden.to(self.device, self.dtype))
+        return self._math.transform_logits(self._lm_head(normed))
+
+    @contextmanager
+    def _recording(self, shape: torch.Size, tap_ids: Sequence[int]) -> Iterator[_Recorder]:
+        outside = [tap for tap in tap_ids if not 0 <= tap <= self.spec.num_layers]
+        if outside:
+            raise ConfigError(f"drafter.taps: tap {outside[0]} lies outside [0, {self.spec.num_layers}], the layers of the target")
+        recorder = _Recorder(tuple(shape), len(tap_ids))
+        handles = [self._final_norm.register_forward_pre_hook(recorder.last_hidden_hook)]
+        for slot, tap in enumerate(tap_ids):
+            # The input of layer k (0-based) is the residual stream after k layers; whatever a family does between layers is in it.
+            module = self._layers[tap] if tap < self.spec.num_layers else self._final_norm
+            handles.append(module.register_forward_pre_hook(recorder.tap_hook(slot), with_kwargs=True))
+        try:
+            yield recorder
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+class _Recorder:
+    """Buffers of one forward pass, filled by pre-hooks."""
+
+    def __init__(self, shape_BS: tuple[int, ...], num_taps: int) -> None:
+        self._shape_BS, self._num_taps = shape_BS, num_taps
+        self.last_hidden_BSH: torch.Tensor = torch.empty(0)
+        self.taps_BSAH: torch.Tensor | None = None
+
+    def last_hidden_hook(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self.last_hidden_BSH = args[0]
+
+    def tap_hook(self, slot: int) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            hidden_BSH = args[0] if args else kwargs["hidden_states"]
+            if self.taps_BSAH is None:
+                self.taps_BSAH = hidden_BSH.new_empty(*self._shape_BS, self._num_taps, hidden_BSH.shape[-1])
+            # Copied at once: a later layer may change its input in place.
+            self.taps_BSAH[:, :, slot] = hidden_BSH
+
+        return hook
+
+
+def choose_device(name: str) -> torch.device:
+    """``auto``: cuda where there is one, else cpu. ``ConfigError`` for a device that is unknown or not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"target.device={name} is no device: use auto, cpu or cuda") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"target.device={name}: no CUDA or ROCm device is available here; use target.device=cpu")
+    return device
+
+
+def choose_dtype(name: str, device: torch.device, spec: TargetSpec) -> torch.dtype:
+    """``auto``: float32 on a CPU (16-bit types are emulated on most), the checkpoint's own type elsewhere."""
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else spec.dtype
+    return getattr(torch, name)
+
+
+def _decoder_of(model: nn.Module, prefixes: Sequence[str], layers: str) -> nn.Module:
+    for prefix in prefixes:
+        module: Any = model
+        for name in prefix.removesuffix(".").split("."):
+            module = getattr(module, name, None)
+        if module is not None and hasattr(module, layers):
+            return module
+    raise InputError(f"{type(model).__name__} has no decoder at {', '.join(prefixes)}: correct its entry in spectrain/target/families.py")

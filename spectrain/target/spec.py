@@ -1,0 +1,136 @@
+"""What is known of a target before its weights are read: dimensions, layer kinds, rotary parameters.
+
+Everything comes from the checkpoint's ``config.json`` through transformers. Multi-modal wrappers (Gemma-3, Gemma-4, Qwen3.5, …) nest
+the language model's configuration under ``text_config``; a ``TargetSpec`` always describes the language model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from spectrain.errors import InputError
+
+# Layers whose state is a K/V cache. Any other kind (linear_attention, mamba, conv, …) carries a recurrent state that cannot be cropped.
+ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention"})
+
+
+@dataclass(frozen=True)
+class TargetSpec:
+    """Dimensions of a target's language model.
+
+    Where layers differ in width (Gemma-4), numbers of heads, ``head_dim`` and ``intermediate_size`` are those of the first layer.
+    ``rope_parameters`` is the flat dictionary of transformers (``rope_type``, ``rope_theta``, …); families with one set per layer kind
+    (Gemma-3, Gemma-4) give that of their full-attention layers. ``sliding_window`` is None unless some layer uses it. ``hybrid``: some
+    layer carries a recurrent state. ``dtype`` is the type of the checkpoint's weights.
+    """
+
+    model_type: str
+    hidden_size: int
+    num_layers: int
+    vocab_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_parameters: dict[str, Any]
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    hybrid: bool
+    layer_types: tuple[str, ...]
+    sliding_window: int | None
+    architectures: tuple[str, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def from_config(cls, hf_config: Any) -> TargetSpec:
+        """Reads a transformers configuration. A field that a decoder cannot lack and that is missing is an ``InputError``."""
+        text = hf_config.get_text_config(decoder=True)
+        first = text.per_layer_config[0] if getattr(text, "is_heterogeneous", False) else text
+        heads = _required(first, "num_attention_heads")
+        hidden = _required(text, "hidden_size")
+        layers = _required(text, "num_hidden_layers")
+        layer_types = tuple(getattr(text, "layer_types", None) or ("full_attention",) * layers)
+        slides = any("sliding" in kind for kind in layer_types) or getattr(text, "use_sliding_window", True)
+        return cls(
+            model_type=text.model_type,
+            hidden_size=hidden,
+            num_layers=layers,
+            vocab_size=_required(text, "vocab_size"),
+            intermediate_size=_first(first, ("intermediate_size", "moe_intermediate_size"), 4 * hidden),
+            num_attention_heads=heads,
+            num_key_value_heads=_first(first, ("num_key_value_heads",), heads),
+            head_dim=_first(first, ("head_dim",), hidden // heads),
+            rms_norm_eps=float(_first(text, ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"), 1e-6)),
+            rope_parameters=_rope_parameters(text),
+            max_position_embeddings=_first(text, ("max_position_embeddings",), 2048),
+            # A wrapper and its nested model each have the field, and either may be the one a checkpoint sets.
+            tie_word_embeddings=any(getattr(config, "tie_word_embeddings", False) for config in (hf_config, text)),
+            hybrid=any(kind not in ATTENTION_LAYER_TYPES for kind in layer_types),
+            layer_types=layer_types,
+            sliding_window=getattr(text, "sliding_window", None) if slides else None,
+            architectures=tuple(getattr(hf_config, "architectures", None) or ()),
+            dtype=_dtype(hf_config, text),
+        )
+
+    @classmethod
+    def from_folder(cls, folder: Path, trust_remote_code: bool = False) -> TargetSpec:
+        """Reads ``config.json`` of a checkpoint folder, no weights."""
+        return cls.from_config(load_config(folder, trust_remote_code))
+
+    def default_taps(self) -> tuple[int, ...]:
+        """The taps of EAGLE-3's reference code: residual stream after 2, N//2 and N−3 layers (N layers in all).
+
+        Shallow models, where these clash or fall outside [0, N−1], get the deepest unused taps instead: N = 30 gives (2, 15, 27),
+        N = 4 gives (1, 2, 3), N = 1 gives (0,).
+        """
+        last = self.num_layers - 1
+        taps = {min(max(tap, 0), last) for tap in (2, self.num_layers // 2, self.num_layers - 3)}
+        for tap in range(last, -1, -1):
+            if len(taps) == 3:
+                break
+            taps.add(tap)
+        return tuple(sorted(taps))
+
+
+def load_config(folder: Path, trust_remote_code: bool = False) -> Any:
+    """The transformers configuration of a checkpoint folder; ``InputError`` where it is missing, broken or of an unknown architecture."""
+    from transformers import AutoConfig
+
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise InputError(f"{path} does not exist: a target is a folder with config.json, *.safetensors and a tokenizer")
+    try:
+        return AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code, local_files_only=True)
+    except Exception as error:  # transformers raises anything from KeyError to validation errors of its own
+        reason = " ".join(str(error).split())[:400]
+        raise InputError(f"{path} cannot be read as a target configuration ({type(error).__name__}: {reason})") from error
+
+
+def _required(text_config: Any, name: str) -> int:
+    value = getattr(text_config, name, None)
+    if value is None:
+        raise InputError(f"config.json of the target (model type {text_config.model_type!r}) lacks {name}: it is no decoder language model")
+    return int(value)
+
+
+def _first(text_config: Any, names: tuple[str, ...], default: Any) -> Any:
+    for name in names:
+        value = getattr(text_config, name, None)
+        if value is not None:
+            return value
+    return default
+
+
+def _rope_parameters(text_config: Any) -> dict[str, Any]:
+    parameters = dict(getattr(text_config, "rope_parameters", None) or {})
+    return dict(parameters["full_attention"]) if "full_attention" in parameters else parameters
+
+
+def _dtype(hf_config: Any, text_config: Any) -> torch.dtype:
+    dtype = getattr(hf_config, "dtype", None) or getattr(text_config, "dtype", None) or torch.float32
+    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
