@@ -8,21 +8,25 @@ Torch and transformers are imported after the configuration has been read, so he
 
 from __future__ import annotations
 
+import importlib
 import sys
 import tempfile
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from spectrain.build import suggest
 from spectrain.config import SpectrainConfig
 from spectrain.console import say, stdout
 from spectrain.errors import ConfigError, SpectrainError
 from spectrain.usage import FLAGS, VERBS, overview, verb_help
+
+if TYPE_CHECKING:
+    from spectrain.stages.context import Context
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,15 @@ class Command:
     values: dict[str, str] = field(default_factory=dict)  # of `inspect`: --limit, --split
 
 
-_SWITCHES = {"-h": "help", "--help": "help", "--version": "version", "--dry-run": "dry_run", "-m": "multirun", "--multirun": "multirun", "--debug": "debug"}
+_SWITCHES = {
+    "-h": "help",
+    "--help": "help",
+    "--version": "version",
+    "--dry-run": "dry_run",
+    "-m": "multirun",
+    "--multirun": "multirun",
+    "--debug": "debug",
+}
 _VALUES = {"inspect": ("--limit", "--split")}
 _WORDS = {"inspect": ("responses",)}
 
@@ -121,16 +133,19 @@ def _dispatch(command: Command) -> int:
     return 0
 
 
-def execute(verb: str, config: SpectrainConfig, dry_run: bool = False) -> float | None:
-    """Check everything, then do the work of a verb. Returns the figure a sweep maximises: the acceptance length, where one is measured."""
-    from spectrain.checks import check_config
+def execute(verb: str, config: SpectrainConfig, dry_run: bool = False, data_dir: Path | None = None) -> float | None:
+    """Check everything, then do the work of a verb. Returns the figure a sweep maximises: the acceptance length, where one is measured.
+
+    ``data_dir``: the run directory whose responses, states and drafter this run reads, if not its own.
+    """
+    from spectrain.checks import check_config, prepare
 
     check_config(config, verb)  # before the slow imports
-    from spectrain.checks import prepare
     from spectrain.stages.plan import show_plan
 
-    context = prepare(config, verb)
-    if dry_run or verb == "plan":
+    looks_only = dry_run or verb == "plan"
+    context = prepare(config, verb, data_dir, fetch=not looks_only)
+    if looks_only:
         show_plan(context, verb)
         return None
     with context.run_dir.locked():
@@ -138,18 +153,10 @@ def execute(verb: str, config: SpectrainConfig, dry_run: bool = False) -> float 
         return _work(verb)(context)
 
 
-def _work(verb: str) -> Any:
-    if verb == "generate":
-        from spectrain.stages.generate import generate as work
-    elif verb == "capture":
-        from spectrain.stages.capture import capture as work
-    elif verb == "fit":
-        from spectrain.stages.fit import fit as work
-    elif verb == "eval":
-        from spectrain.stages.evaluate import evaluate as work
-    else:
-        from spectrain.stages.run import run as work
-    return work
+def _work(verb: str) -> Callable[[Context], float | None]:
+    """The function behind a verb; only its own imports are paid for."""
+    module, name = {"eval": ("evaluate", "evaluate")}.get(verb, (verb, verb))
+    return getattr(importlib.import_module(f"spectrain.stages.{module}"), name)
 
 
 def _multirun(command: Command) -> None:
@@ -157,12 +164,30 @@ def _multirun(command: Command) -> None:
 
     if command.verb == "plan":
         raise ConfigError("plan takes no -m: plan one configuration at a time")
-    job = partial(_job, command.verb, command.dry_run)
-    if command.dry_run:
-        with tempfile.TemporaryDirectory() as scratch:
-            multirun(command.overrides, job, partial(_check_job, command.verb), Path(scratch))
-    else:
-        multirun(command.overrides, job, partial(_check_job, command.verb))
+    with tempfile.TemporaryDirectory() as scratch:
+        job = partial(_job, command.verb, command.dry_run, _shared_data_dir(command))
+        multirun(command.overrides, job, partial(_check_job, command.verb), Path(scratch) if command.dry_run else None)
+
+
+def _shared_data_dir(command: Command) -> Path | None:
+    """The run directory that all jobs of a sweep read from: the one they lie in. None if they differ in their data.
+
+    Responses and states are made there first, once, so that a sweep over a learning rate runs the target no more often than one run.
+    """
+    from spectrain.compose import compose, swept
+
+    keys, fixed = swept(command.overrides)
+    if command.verb not in ("fit", "run", "eval") or any(_changes_data(key) for key in keys):
+        return None
+    config = compose(fixed)
+    if command.verb != "eval" and not command.dry_run:
+        execute("capture", config)
+    return Path(config.run.dir)
+
+
+def _changes_data(key: str) -> bool:
+    section = key.partition(".")[0]
+    return section not in ("trainer", "drafter", "decoding", "suite", "logger") or key in ("drafter", "drafter.taps")
 
 
 def _check_job(verb: str, config: SpectrainConfig) -> None:
@@ -171,23 +196,23 @@ def _check_job(verb: str, config: SpectrainConfig) -> None:
     check_config(config, verb)
 
 
-def _job(verb: str, dry_run: bool, composed: Any) -> float | None:
+def _job(verb: str, dry_run: bool, data_dir: Path | None, composed: Any) -> float | None:
     """One job of a sweep, in this process or in one that a launcher started."""
     from spectrain.compose import sweep_config
 
     config = sweep_config(composed)
     say(f"run.dir={config.run.dir}")
-    return execute(verb, config, dry_run)
+    return execute(verb, config, dry_run, data_dir)
 
 
 def _inspect(command: Command) -> None:
     from spectrain.compose import compose
-    from spectrain.stages.inspect import inspect_responses
+    from spectrain.stages.inspect import inspect
 
     if not command.words:
         raise ConfigError("inspect what? Use: spectrain inspect responses run.dir=DIR")
     limit = command.values.get("limit", "3")
     if not limit.isdigit() or int(limit) < 1:
         raise ConfigError(f"--limit must be a whole number of at least 1, got {limit!r}")
-    split = _known(command.values.get("split", "all"), ("all", "train", "heldout"), "split")
-    inspect_responses(compose(command.overrides), int(limit), split)
+    split = command.values.get("split")
+    inspect(compose(command.overrides), int(limit), None if split is None else _known(split, ("train", "heldout"), "split"))

@@ -71,6 +71,13 @@ def reused_config(overrides: Sequence[str]) -> Path | None:
     return _reused_config(_read(overrides)[1])
 
 
+def swept(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(keys or groups that take several values, the overrides without them)."""
+    lines, parsed = _read(overrides)
+    keys = [str(override.key_or_group) for override in parsed if override.is_sweep_override()]
+    return keys, [line for line, override in zip(lines, parsed, strict=True) if not override.is_sweep_override()]
+
+
 def multirun(
     overrides: Sequence[str],
     job: Callable[[DictConfig], float | None],
@@ -266,4 +273,3 @@ def _one_line() -> Iterator[None]:
 
 def _first_line(error: BaseException) -> str:
     return re.sub(r"\s+", " ", str(error).strip().splitlines()[0]) if str(error).strip() else type(error).__name__
-

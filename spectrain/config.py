@@ -167,7 +167,10 @@ class DrafterConfig:
             object.__setattr__(self, "taps", tuple(sorted(self.taps)))
         _require(self.num_layers >= 1, f"drafter.num_layers={self.num_layers} must be at least 1")
         _require(self.unroll_steps >= 1, f"drafter.unroll_steps={self.unroll_steps} must be at least 1")
-        _require(self.draft_vocab_size is None or self.draft_vocab_size >= 1, f"drafter.draft_vocab_size={self.draft_vocab_size} must be at least 1")
+        _require(
+            self.draft_vocab_size is None or self.draft_vocab_size >= 1,
+            f"drafter.draft_vocab_size={self.draft_vocab_size} must be at least 1",
+        )
 
 
 @dataclass(frozen=True)
@@ -202,7 +205,15 @@ class TrainerConfig:
         _one_of("trainer.optimizer", self.optimizer, ("adamw", "muon"))
         _one_of("trainer.schedule", self.schedule, ("cosine", "wsd", "constant"))
         _one_of("trainer.precision", self.precision, ("float32", "bfloat16"))
-        for name in ("epochs", "row_tokens", "rows_per_batch", "gradient_accumulation", "eval_documents", "keep_checkpoints", "log_every_steps"):
+        for name in (
+            "epochs",
+            "row_tokens",
+            "rows_per_batch",
+            "gradient_accumulation",
+            "eval_documents",
+            "keep_checkpoints",
+            "log_every_steps",
+        ):
             _require(getattr(self, name) >= 1, f"trainer.{name}={getattr(self, name)} must be at least 1")
         for name in ("max_steps", "eval_every_steps", "checkpoint_every_steps"):
             value = getattr(self, name)
@@ -232,7 +243,9 @@ class DecodingConfig:
         _require(0 < self.top_p <= 1, f"decoding.top_p={self.top_p} must lie in (0, 1]")
         _require(self.top_k >= 0, f"decoding.top_k={self.top_k} must be 0 (off) or more")
         _one_of("decoding.proposal_policy", self.proposal_policy, ("greedy", "sample"))
-        _require(1 <= self.ngram_min <= self.ngram_max, f"decoding.ngram_min={self.ngram_min} must lie between 1 and ngram_max={self.ngram_max}")
+        _require(
+            1 <= self.ngram_min <= self.ngram_max, f"decoding.ngram_min={self.ngram_min} must lie between 1 and ngram_max={self.ngram_max}"
+        )
 
 
 @dataclass(frozen=True)

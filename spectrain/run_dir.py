@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from spectrain.console import say
-from spectrain.errors import InputError
+from spectrain.errors import InputError, RunError
+from spectrain.files import recover_folder, sync
 
 SCHEMA_VERSION = 1
 _MANIFEST, _CONFIG, _LOCK = "manifest.json", "config.yaml", ".lock"
@@ -86,7 +87,7 @@ class RunDir:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).expanduser()
-        self._lock_depth = 0
+        self._locked = False
 
     responses = property(lambda self: self.path / "responses")
     states = property(lambda self: self.path / "states")
@@ -104,7 +105,9 @@ class RunDir:
         try:
             manifest = json.loads(file.read_text(encoding="utf-8"))
             if manifest["schema_version"] != SCHEMA_VERSION:
-                raise InputError(f"{file} has schema version {manifest['schema_version']}, this spectrain writes {SCHEMA_VERSION}: use another run.dir")
+                raise InputError(
+                    f"{file} has schema version {manifest['schema_version']}, this spectrain writes {SCHEMA_VERSION}: use another run.dir"
+                )
             return manifest
         except FileNotFoundError:
             return {"schema_version": SCHEMA_VERSION, "target": None, "stages": {}}
@@ -163,7 +166,10 @@ class RunDir:
             return Decision(name, "resume", f"{grown}; everything needed is there", inputs)
         if grown:
             return Decision(name, "resume", f"{grown}: what is missing is added", inputs)
-        return Decision(name, "resume", "interrupted before, continues" if entry["status"] == "running" else "outputs are missing, they are made again", inputs)
+        unfinished = entry["status"] == "running"
+        return Decision(
+            name, "resume", "interrupted before, continues" if unfinished else "outputs are missing, they are made again", inputs
+        )
 
     @contextmanager
     def running(self, decision: Decision) -> Iterator[dict[str, Any]]:
@@ -171,6 +177,8 @@ class RunDir:
 
         Yields a dict to which the stage adds what the manifest shall say about its outputs.
         """
+        if not self._locked:
+            raise RunError(f"{decision}, but {self.path} is not this run's to write: run the stage there first")
         if decision.reason:
             say(str(decision))
         name = decision.name
@@ -194,13 +202,6 @@ class RunDir:
     def outputs(self, name: str) -> dict[str, Any]:
         """What a finished stage noted about its outputs; empty if it has not finished."""
         return (self.manifest()["stages"].get(name) or {}).get("outputs", {})
-
-    def forget(self, name: str) -> None:
-        """Remove the outputs of a stage and of those after it. A part of a stage loses its entry only."""
-        self._remove_outputs(name)
-        manifest = self.manifest()
-        manifest["stages"].pop(name, None)
-        self._write_manifest(manifest)
 
     def _put(self, name: str, entry: Mapping[str, Any]) -> None:
         manifest = self.manifest()
@@ -238,8 +239,11 @@ class RunDir:
                 raise InputError(f"run.dir={self.path} is in use by process {holder}: wait for it, or use another run.dir") from None
             os.ftruncate(descriptor, 0)
             os.write(descriptor, f"{os.getpid()}\n".encode())
+            self._locked = True
+            recover_folder(self.drafter)
             yield
         finally:
+            self._locked = False
             os.close(descriptor)
 
 
@@ -252,11 +256,7 @@ def write_atomically(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    sync(path.parent)
 
 
 def versions() -> dict[str, str]:

@@ -37,7 +37,14 @@ class Verb:
 
 _PROMPT_KEYS = ("data.train", "data.heldout", "data.max_train", "data.max_heldout", "data.system")
 _SAMPLING_KEYS = ("sampling.temperature", "sampling.max_new_tokens", "sampling.seed")
-_DRAFTER_KEYS = ("drafter.taps", "drafter.draft_vocab_size", "drafter.num_layers", "drafter.unroll_steps", "drafter.loss.weights", "drafter.path")
+_DRAFTER_KEYS = (
+    "drafter.taps",
+    "drafter.draft_vocab_size",
+    "drafter.num_layers",
+    "drafter.unroll_steps",
+    "drafter.loss.weights",
+    "drafter.path",
+)
 _TRAINER_KEYS = ("trainer.epochs", "trainer.learning_rate", "trainer.optimizer", "trainer.row_tokens", "trainer.precision")
 _EVAL_KEYS = ("decoding.num_speculative_tokens", "decoding.temperature", "suite.prompts", "suite.max_prompts", "suite.baselines")
 
@@ -47,7 +54,7 @@ VERBS = {
         Verb(
             name="generate",
             summary="let the target answer the prompts",
-            detail="Answers every training and held-out prompt with the target's own chat template. Prompts that are answered already are kept.",
+            detail="Answers every training and held-out prompt, in the target's own chat template. What is answered already is kept.",
             reads="prompt files (JSON lines)",
             writes="responses/",
             sections=("target", "data", "sampling", "engine"),
@@ -106,7 +113,7 @@ VERBS = {
         Verb(
             name="inspect",
             summary="look at stored responses",
-            detail="`spectrain inspect responses` prints documents; tokens that the target generated, which are what is trained on, are coloured.",
+            detail="`spectrain inspect responses` prints documents, with the tokens that the target generated (what is trained on) coloured.",
             reads="responses/",
             writes="nothing",
             sections=("run",),

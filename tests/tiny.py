@@ -90,6 +90,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "q_lora_rank": 8,
         "qk_rope_head_dim": 4,
         "qk_nope_head_dim": 4,
+        "num_key_value_heads": 4,
         "v_head_dim": 8,
         "head_dim": 4,
     },

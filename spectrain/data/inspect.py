@@ -17,6 +17,8 @@ from spectrain.data.responses import Response
 
 SUPERVISED_STYLE = "bold green"
 CONTEXT_STYLE = "bright_black"
+# They reorder what follows them, the end of a span included.
+_DIRECTIONS = frozenset("\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
 
 def inspect_responses(
@@ -31,8 +33,8 @@ def inspect_responses(
     brackets = _brackets(console)
     _print(console, _legend(brackets))
     for response in shown:
-        _print(console, _header(response))
-        _print(console, _document(response, tokenizer, brackets))
+        _print(console, _header(response, console.encoding))
+        _print(console, _document(response, tokenizer, brackets, console.encoding))
     tokens = sum(len(response.input_ids) for response in chosen)
     supervised = sum(int(response.loss_mask.sum()) for response in chosen)
     cut = sum(response.finish_reason == "length" for response in chosen)
@@ -73,7 +75,7 @@ def _legend(brackets: tuple[str, str] | None) -> Text:
     )
 
 
-def _header(response: Response) -> Text:
+def _header(response: Response, encoding: str) -> Text:
     tokens, supervised = len(response.input_ids), int(response.loss_mask.sum())
     finish = {"length": "length (truncated, no end token)"}.get(response.finish_reason, response.finish_reason)
     facts = [
@@ -84,19 +86,19 @@ def _header(response: Response) -> Text:
         f"finish reason {finish}",
         f"key {response.key[:12]}",
     ]
-    return Text(f"\n── {_printable(response.conversation.id)} · {_printable(' · '.join(facts))}", style="bold cyan")
+    return Text("\n" + _printable(f"── {response.conversation.id} · {' · '.join(facts)}", encoding), style="bold cyan")
 
 
-def _document(response: Response, tokenizer: Any, brackets: tuple[str, str] | None) -> Text:
+def _document(response: Response, tokenizer: Any, brackets: tuple[str, str] | None, encoding: str) -> Text:
     text = Text()
-    for span, supervised in _spans(response, tokenizer):
+    for span, supervised in _spans(response, tokenizer, encoding):
         if supervised and brackets:
             span = f"{brackets[0]}{span}{brackets[1]}"
         text.append(span, style=SUPERVISED_STYLE if supervised else CONTEXT_STYLE)
     return text
 
 
-def _spans(response: Response, tokenizer: Any) -> Iterator[tuple[str, bool]]:
+def _spans(response: Response, tokenizer: Any, encoding: str) -> Iterator[tuple[str, bool]]:
     """Runs of tokens with one mask value, as printable text.
 
     A run is what it adds to the decoded text before it, because some tokenizers drop the blank before a word that they decode alone.
@@ -110,20 +112,16 @@ def _spans(response: Response, tokenizer: Any) -> Iterator[tuple[str, bool]]:
         else:  # a character whose bytes lie on both sides of the border
             span = tokenizer.decode(ids[start:end], skip_special_tokens=False, clean_up_tokenization_spaces=False)
         before = whole
-        yield _printable(span), bool(mask)
+        yield _printable(span, encoding), bool(mask)
 
 
-def _printable(text: str) -> str:
-    """Control and direction characters as escapes; line feeds and tabs as they are."""
-    return "".join(
-        letter
-        if letter in "\n\t" or unicodedata.category(letter) not in ("Cc", "Cs") and letter not in _DIRECTIONS
-        else ascii(letter)[1:-1]
+def _printable(text: str, encoding: str) -> str:
+    """Escapes instead of control and direction characters and of what ``encoding`` lacks; line feeds and tabs as they are."""
+    safe = "".join(
+        ascii(letter)[1:-1] if letter not in "\n\t" and (unicodedata.category(letter) == "Cc" or letter in _DIRECTIONS) else letter
         for letter in text
     )
-
-
-_DIRECTIONS = frozenset("\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+    return safe.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def _percent(part: int, whole: int) -> str:

@@ -130,10 +130,12 @@ def _require(condition: object, message: str) -> None:
 
 def _parse(line: str, default_id: str, source: str) -> Conversation:
     record = _of_kind(_parse_json(line), dict, "the line")
-    for name in record:
-        close = difflib.get_close_matches(name, _FIELDS, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"use {', '.join(_FIELDS)}"
-        _require(name in _FIELDS, f"unknown field {name!r}: {hint}")
+    unknown = sorted(record.keys() - set(_FIELDS))
+    if unknown:
+        close = difflib.get_close_matches(unknown[0], _FIELDS, n=1)
+        raise _BrokenLineError(
+            f"unknown field {unknown[0]!r}: " + (f"did you mean {close[0]!r}?" if close else f"use {', '.join(_FIELDS)}")
+        )
     _require(not {"turns", "messages"} <= record.keys(), "both 'turns' and 'messages': give one of them")
     system = _optional_text(record, "system")
     answers: tuple[str, ...] | None = None

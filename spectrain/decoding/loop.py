@@ -213,7 +213,7 @@ class _Batch:
 
     def _judge(self, draft_ids: Tensor, draft_log_probs: Tensor | None, last_hidden_BmH: Tensor, lengths_B: Tensor | None) -> Verdict:
         uniforms_Bm = None
-        if not self.law.greedy:
+        if not self.settings.law.greedy:
             # n + 1 numbers whatever the longest row drafted: a row's stream must not depend on its neighbours.
             drawn = torch.stack([torch.rand(self.settings.n + 1, generator=row.generator, dtype=torch.float64) for row in self.rows])
             uniforms_Bm = drawn[:, : draft_ids.shape[1] + 1]

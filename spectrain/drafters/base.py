@@ -7,9 +7,11 @@ leaves no trace.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from spectrain.data.packing import PackedBatch
@@ -34,9 +36,9 @@ class DraftScores:
 
 
 class Drafter(nn.Module, ABC):
-    """Base of all drafters. ``vocab`` names the tokens it can draft; ``tap_ids`` the target's layers it reads, ascending."""
+    """Base of all drafters, and a ``Proposer``. ``vocab``: the tokens it can draft; ``taps``: the target's layers it reads, ascending."""
 
-    tap_ids: tuple[int, ...]
+    taps: tuple[int, ...]
     vocab: DraftVocab
 
     def attach(self, head: TargetHead) -> Drafter:
@@ -76,9 +78,12 @@ class Drafter(nn.Module, ABC):
         """Take in verified tokens and the target's taps at the same positions. Rows are padded on the right; row b has ``lengths_B[b]``."""
 
     @abstractmethod
-    def propose(self, cache: Any, anchor_B: Tensor, n: int, law: Law, uniforms_Bn: Tensor | None = None) -> Proposal:
-        """Draft n tokens behind the committed ``anchor_B``, whose taps do not exist yet. Leaves the cache as it was."""
+    def propose(self, cache: Any, anchor_B: Tensor, n: int, law: Law, generators: Sequence[torch.Generator] | None = None) -> Proposal:
+        """Draft n tokens behind the committed ``anchor_B``, whose taps do not exist yet. Leaves the cache as it was.
+
+        A greedy ``law`` drafts arg maxes; any other draws, row b from ``generators[b]`` alone.
+        """
 
     @abstractmethod
-    def select(self, cache: Any, rows_B: Tensor) -> None:
-        """Keep these rows of the batch, in this order."""
+    def select(self, cache: Any, rows: Tensor) -> Any:
+        """The cache of these rows of the batch, in this order; the old one is not used again."""

@@ -55,7 +55,9 @@ def resolve_taps(config: DrafterConfig, spec: TargetSpec) -> tuple[int, ...]:
     taps = config.taps if config.taps is not None else spec.default_taps()
     outside = [tap for tap in taps if tap > spec.num_layers]
     if outside:
-        raise ConfigError(f"drafter.taps={list(taps)}: tap {outside[0]} lies beyond the target's {spec.num_layers} layers: use 0 to {spec.num_layers}")
+        raise ConfigError(
+            f"drafter.taps={list(taps)}: tap {outside[0]} lies beyond the target's {spec.num_layers} layers: use 0 to {spec.num_layers}"
+        )
     return tuple(taps)
 
 
@@ -73,7 +75,9 @@ def drafter_shape(config: DrafterConfig, spec: TargetSpec) -> Eagle3Shape:
     )
 
 
-def build_drafter(config: DrafterConfig, spec: TargetSpec, vocab: DraftVocab, head: TargetHead, target_folder: Path, seed: int = 0) -> Eagle3:
+def build_drafter(
+    config: DrafterConfig, spec: TargetSpec, vocab: DraftVocab, head: TargetHead, target_folder: Path, seed: int = 0
+) -> Eagle3:
     """A fresh drafter, initialised and attached to the target's head. Deterministic in ``seed``; float32."""
     drafter = Eagle3(drafter_shape(config, spec), vocab, config.unroll_steps, config.loss, config.attention)
     _initialise(drafter, seed)

@@ -29,7 +29,15 @@ _SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _ROPE_THETA_DEFAULT = 10000.0
 
 
-def save_drafter(drafter: Eagle3, folder: Path, *, target: str, target_architectures: tuple[str, ...], num_speculative_tokens: int, facts: dict[str, Any] | None = None) -> None:
+def save_drafter(
+    drafter: Eagle3,
+    folder: Path,
+    *,
+    target: str,
+    target_architectures: tuple[str, ...],
+    num_speculative_tokens: int,
+    facts: dict[str, Any] | None = None,
+) -> None:
     """Write the folder atomically: a reader sees the old drafter or the new one, never a mixture.
 
     Args:
@@ -180,7 +188,9 @@ def _check_tensors(expected: dict[str, Tensor], found: dict[str, Tensor], path: 
         if name not in found:
             raise InputError(f"{path}: tensor '{name}' is missing")
         if found[name].shape != tensor.shape:
-            raise InputError(f"{path}: tensor '{name}' has shape {tuple(found[name].shape)}, the configuration asks for {tuple(tensor.shape)}")
+            raise InputError(
+                f"{path}: tensor '{name}' has shape {tuple(found[name].shape)}, the configuration asks for {tuple(tensor.shape)}"
+            )
     extra = sorted(set(found) - set(expected))
     if extra:
         raise InputError(f"{path}: tensor '{extra[0]}' belongs to no part of this drafter")

@@ -131,7 +131,7 @@ class _DraftLoss(torch.autograd.Function):
                 if d_hidden_KUH is not None:
                     d_hidden_KUH[:, part] = (d_logits @ matrix_DH).view(k, -1, h)
                 if d_matrix_DH is not None:
-                    d_matrix_DH.addmm_(d_logits.T, hidden_CH)
+                    torch.addmm(d_matrix_DH, d_logits.T, hidden_CH, out=d_matrix_DH)
         ctx.save_for_backward(*(g for g in (d_hidden_KUH, d_matrix_DH) if g is not None))
         ctx.needs = (need_hidden, need_weight)
         ctx.dtypes = (hidden_KUH.dtype, lm_head_DH.dtype)

@@ -79,7 +79,9 @@ def interval_figure(rows: Sequence[Measured], reference: float) -> Markup:
             low, high = row.interval or (row.value, row.value)
             axes.plot([low, high], [y, y], color=colour, linewidth=5, alpha=0.3, solid_capstyle="round")
             axes.plot(row.value, y, "o", color=colour, markersize=6)
-            axes.annotate(f"{row.value:.2f}", (max(high, row.value), y), (7, 0), textcoords="offset points", va="center", fontweight=_weight(row))
+            axes.annotate(
+                f"{row.value:.2f}", (max(high, row.value), y), (7, 0), textcoords="offset points", va="center", fontweight=_weight(row)
+            )
         right = max(max(row.value, *(row.interval or (row.value,))) for row in rows)
         axes.set_xlim(reference - 0.04 * (right - reference + 0.1), right + 0.16 * (right - reference + 0.1))
         axes.axvline(reference, color=MUTED, linewidth=0.8)
@@ -95,7 +97,7 @@ def bar_figure(rows: Sequence[Measured], unit: str) -> Markup:
         for y, row in enumerate(rows):
             axes.barh(y, row.value, height=0.56, color=ACCENT if row.main else PLAIN)
             axes.annotate(f"{row.value:,.1f}", (row.value, y), (5, 0), textcoords="offset points", va="center", fontweight=_weight(row))
-        axes.set_xlim(0, 1.18 * max(row.value for row in rows))
+        axes.set_xlim(0, 1.18 * max(row.value for row in rows) or 1)
         axes.xaxis.set_visible(False)
         axes.spines["bottom"].set_visible(False)
         _name_rows(axes, rows)
@@ -114,7 +116,9 @@ def survival_figure(series: Sequence[Series]) -> Markup:
                     continue
                 axes.bar(position + offset, share, width=width * 0.9, color=ACCENT if one.main else PLAIN)
                 if one.main:
-                    axes.annotate(_share(share), (position + offset, share), (0, 3), textcoords="offset points", ha="center", fontweight="bold")
+                    axes.annotate(
+                        _share(share), (position + offset, share), (0, 3), textcoords="offset points", ha="center", fontweight="bold"
+                    )
         _position_axes(axes, series)
         return _svg(figure, "Share of rounds in which the drafts stood, by position: " + _spoken_series(series))
 
@@ -242,6 +246,7 @@ def _svg(figure: Figure, description: str) -> Markup:
     svg = re.sub(r' (xmlns|xmlns:xlink|version)="[^"]*"', "", svg)
     svg = re.sub(r'<g id="[^"]*"', "<g", svg)
     svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1), count=1)
+    svg = re.sub(r" ?font-family: [^;\"]*;?", "", svg)
     for colour, variable in _VARIABLES.items():
         svg = svg.replace(colour, f"var({variable})")
     return Markup(svg.replace("<svg", f'<svg role="img" aria-label="{escape(description)}"', 1))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import re
 import types
 import typing
@@ -21,6 +20,7 @@ from typing import Any
 
 from spectrain.errors import InputError, RunError
 from spectrain.evaluation.metrics import AcceptanceStats, Round, acceptance, bootstrap_ratio_interval
+from spectrain.run_dir import write_atomically
 
 Interval = tuple[float, float]
 
@@ -30,17 +30,14 @@ class PromptResult:
     """What one method did with one prompt.
 
     key: identifies the prompt, so that methods are compared prompt by prompt. rounds: of the speculative loop. output_ids: the generated
-    ids. seconds: wall-clock time of the answer. draft_s, verify_s: the parts of it spent proposing and verifying, if they were timed.
-    batch: conversations decoded together share their time, so they carry the same number here and ``seconds`` is each one's share;
-    ``None`` means that the prompt was decoded alone.
+    ids. seconds: wall-clock time of the answer. batch: conversations decoded together share their time, so they carry the same number here
+    and ``seconds`` is each one's share; ``None`` means that the prompt was decoded alone.
     """
 
     key: str
     rounds: Sequence[Round]
     output_ids: Sequence[int]
     seconds: float
-    draft_s: float | None = None
-    verify_s: float | None = None
     batch: int | None = None
 
 
@@ -125,9 +122,15 @@ def build_record(
     results: Sequence[PromptResult],
     baseline: Sequence[PromptResult] | None = None,
     walk: AcceptanceStats | None = None,
+    *,
+    draft_s_per_round: float | None = None,
+    verify_s_per_round: float | None = None,
     peak_memory_bytes: int | None = None,
 ) -> EvaluationRecord:
-    """The record of ``results``, one per prompt. ``baseline``: the same prompts without speculation; ``walk``: the walk's figures for them.
+    """The record of ``results``, one per prompt.
+
+    baseline: the same prompts answered without speculation; leave it out for that measurement itself. walk: the walk's figures for these
+    prompts. draft_s_per_round, verify_s_per_round: of a batch's round, as the loop times them.
 
     Raises RunError if there is no result, if no time was measured, or if ``baseline`` answers other prompts.
     """
@@ -138,7 +141,6 @@ def build_record(
     stats = acceptance([result.rounds for result in results], num_positions=conditions.num_speculative_tokens)
     speedup, speedup_interval = (None, None) if baseline is None else _speedup(results, baseline)
     known: dict[str, Any] = {f.name: getattr(conditions, f.name) for f in dataclasses.fields(Conditions)}
-    all_rounds = sum(len(result.rounds) for result in results)
     return EvaluationRecord(
         **known,
         num_prompts=len(results),
@@ -156,8 +158,8 @@ def build_record(
         baseline_tokens_per_s=None if baseline is None else _tokens_per_s(conditions, baseline),
         speedup=speedup,
         speedup_interval=speedup_interval,
-        draft_s_per_round=_per_round([result.draft_s for result in results], all_rounds),
-        verify_s_per_round=_per_round([result.verify_s for result in results], all_rounds),
+        draft_s_per_round=draft_s_per_round,
+        verify_s_per_round=verify_s_per_round,
         peak_memory_bytes=peak_memory_bytes,
         output_identical=_identical(conditions, results, baseline),
         walk_acceptance_length=None if walk is None else _measured(walk.acceptance_length),
@@ -210,11 +212,6 @@ def _tokens_per_s(conditions: Conditions, results: Sequence[PromptResult]) -> fl
     return _tokens(results) / seconds
 
 
-def _per_round(seconds: Sequence[float | None], rounds: int) -> float | None:
-    measured = [s for s in seconds if s is not None]
-    return sum(measured) / rounds if rounds and len(measured) == len(seconds) else None
-
-
 def _measured(value: float) -> float | None:
     """NaN (nothing was counted) has no place in JSON."""
     return None if math.isnan(value) else value
@@ -238,7 +235,8 @@ def read_record(path: str | Path) -> EvaluationRecord:
     problems += [f"field {name} has a wrong type" for name, value in values.items() if name in hints and not _fits(value, hints[name])]
     if problems:
         raise InputError(f"{path} is not an evaluation record of this version ({problems[0]}): run `spectrain eval` again.")
-    return EvaluationRecord(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+    fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    return EvaluationRecord(**fields)
 
 
 def read_records(folder: str | Path) -> list[EvaluationRecord]:
@@ -263,14 +261,3 @@ def _fits(value: Any, hint: Any) -> bool:
     if hint is int:
         return isinstance(value, int) and not isinstance(value, bool)
     return isinstance(value, hint)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Writes a text file in one move: a reader sees the old file or the new one, never half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)

@@ -1,14 +1,16 @@
 """A target out of an installed Python package: its GGUF, converted once into a safetensors folder in the user's cache.
 
-This is how a small target works without network beyond package installation. The package is located, never imported. Conversion takes some
-seconds and four bytes a parameter on disk; the folder appears under its final name only when it is whole, so a kill or a second process
-at the same moment leaves no half-written target.
+This is how a small target works without network beyond package installation. The package is located, never imported. Conversion of
+a 135 M parameter model takes half a minute and four bytes a parameter on disk; the folder appears under its final name only when it is
+whole, so a kill or a second process at the same moment leaves no half-written target.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
+import io
 import os
 import shutil
 import sys
@@ -54,7 +56,7 @@ def convert_once(gguf: Path, folder: Path) -> Path:
     """Converts ``gguf`` into ``folder`` unless that has been done; returns ``folder``."""
 
     def convert(destination: Path) -> None:
-        say(f"converting {gguf.name} to {folder}, once")
+        say(f"converting {gguf.name} into {folder} (once; about half a minute)")
         convert_gguf(gguf, destination)
 
     return install_once(folder, convert)
@@ -69,7 +71,8 @@ def convert_gguf(gguf: Path, destination: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     try:
-        with quiet_transformers():
+        # The bar of the dequantisation heeds no setting of transformers.
+        with quiet_transformers(), contextlib.redirect_stderr(io.StringIO()):
             tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
             model = AutoModelForCausalLM.from_pretrained(
                 str(gguf.parent), gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
@@ -98,10 +101,18 @@ def install_once(folder: Path, build: Callable[[Path], None]) -> Path:
         try:
             build(partial)
             partial.chmod(0o755)  # mkdtemp makes it private
-            os.rename(partial, folder)
+            _rename(partial, folder)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     return folder
+
+
+def _rename(partial: Path, folder: Path) -> None:
+    try:
+        os.rename(partial, folder)
+    except OSError:
+        if not folder.is_dir():  # else another process was first, on a file system whose locks do nothing
+            raise
 
 
 def user_cache() -> Path:

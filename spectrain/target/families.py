@@ -135,7 +135,7 @@ def head_math(hf_config: Any) -> HeadMath:
     family = FAMILIES.get(text.model_type)
     if family is None:
         raise InputError(
-            f"target of model type {text.model_type!r}: its norm gain, logit scale, soft-cap and embedding scale are not known and are never "
+            f"target of model type {text.model_type!r}: its norm gain, logit scale, soft-cap and embedding scale are not known and never "
             "guessed; add an entry to FAMILIES in spectrain/target/families.py (the top of that file says how)"
         )
     _reject_unread_scaling(text, family)

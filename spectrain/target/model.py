@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from spectrain.config import TargetConfig
+from spectrain.data.chat import end_token_ids
 from spectrain.errors import ConfigError, InputError
 from spectrain.target.families import HeadMath, head_math
 from spectrain.target.quiet import quiet_transformers
@@ -87,10 +88,8 @@ class TargetModel:
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """Ids that end an answer: those of generation_config, else the tokenizer's. Sorted."""
-        ids = getattr(self.generation_config, "eos_token_id", None)
-        ids = self.tokenizer.eos_token_id if ids is None else ids
-        return tuple(sorted({ids} if isinstance(ids, int) else set(ids or ())))
+        """Ids that end an answer, ascending (see ``end_token_ids``)."""
+        return end_token_ids(self.tokenizer, self.generation_config)
 
     @torch.no_grad()  # not inference_mode: its tensors could never enter a training graph
     def run(
@@ -104,8 +103,8 @@ class TargetModel:
         """One forward pass up to the input of the final norm.
 
         ``attention_mask`` is what transformers takes: [B, past + S] with 1 for real tokens, a 4-D mask, or one for each kind of layer;
-        without one (and without a cache) positions that restart at 0 inside a row separate packed documents. ``past_key_values`` is extended in place.
-        ``ConfigError`` for a tap outside [0, N].
+        without one (and without a cache) positions that restart at 0 inside a row separate packed documents. ``past_key_values`` is
+        extended in place. ``ConfigError`` for a tap outside [0, N].
         """
         with self._recording(input_ids_BS.shape, tap_ids) as record:
             self._decoder(

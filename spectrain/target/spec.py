@@ -54,8 +54,7 @@ class TargetSpec:
         heads = _required(first, "num_attention_heads")
         hidden = _required(text, "hidden_size")
         layers = _required(text, "num_hidden_layers")
-        layer_types = tuple(getattr(text, "layer_types", None) or ("full_attention",) * layers)
-        slides = any("sliding" in kind for kind in layer_types) or getattr(text, "use_sliding_window", True)
+        layer_types = _layer_types(text, layers)
         return cls(
             model_type=text.model_type,
             hidden_size=hidden,
@@ -72,7 +71,7 @@ class TargetSpec:
             tie_word_embeddings=any(getattr(config, "tie_word_embeddings", False) for config in (hf_config, text)),
             hybrid=any(kind not in ATTENTION_LAYER_TYPES for kind in layer_types),
             layer_types=layer_types,
-            sliding_window=getattr(text, "sliding_window", None) if slides else None,
+            sliding_window=getattr(text, "sliding_window", None) if "sliding_attention" in layer_types else None,
             architectures=tuple(getattr(hf_config, "architectures", None) or ()),
             dtype=_dtype(hf_config, text),
         )
@@ -107,6 +106,11 @@ def load_config(folder: Path, trust_remote_code: bool = False) -> Any:
     try:
         return AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code, local_files_only=True)
     except Exception as error:  # transformers raises anything from KeyError to validation errors of its own
+        if not trust_remote_code and "auto_map" in path.read_text(encoding="utf-8", errors="replace"):
+            message = (
+                f"the target in {folder} needs Python code of its own: read that code, then allow it with target.trust_remote_code=true"
+            )
+            raise InputError(message) from error
         reason = " ".join(str(error).split())[:400]
         raise InputError(f"{path} cannot be read as a target configuration ({type(error).__name__}: {reason})") from error
 
@@ -124,6 +128,15 @@ def _first(text_config: Any, names: tuple[str, ...], default: Any) -> Any:
         if value is not None:
             return value
     return default
+
+
+def _layer_types(text_config: Any, num_layers: int) -> tuple[str, ...]:
+    named = getattr(text_config, "layer_types", None)
+    if named:
+        return tuple(named)
+    # Without a list all layers are alike: sliding where a window is set (Mistral) and not switched off.
+    slides = getattr(text_config, "sliding_window", None) is not None and getattr(text_config, "use_sliding_window", True)
+    return ("sliding_attention" if slides else "full_attention",) * num_layers
 
 
 def _rope_parameters(text_config: Any) -> dict[str, Any]:

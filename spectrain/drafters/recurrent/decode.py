@@ -49,7 +49,9 @@ def new_cache(body: Eagle3Body, batch_size: int) -> RecurrentCache:
     return RecurrentCache(empty, [k.clone() for k in empty], torch.zeros(batch_size, dtype=torch.long, device=weight.device))
 
 
-def observe(body: Eagle3Body, rotary: Rotary, head: TargetHead, cache: RecurrentCache, ids_BT: Tensor, taps_BTAH: Tensor, lengths_B: Tensor) -> None:
+def observe(
+    body: Eagle3Body, rotary: Rotary, head: TargetHead, cache: RecurrentCache, ids_BT: Tensor, taps_BTAH: Tensor, lengths_B: Tensor
+) -> None:
     """Verified tokens and their taps become step-0 columns; the last one's feature waits for its next token."""
     feature_BTH = body.fuse(taps_BTAH)
     last_B = (lengths_B - 1).clamp(min=0)

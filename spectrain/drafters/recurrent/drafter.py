@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -25,9 +27,11 @@ class Eagle3(Drafter):
 
     method = "eagle3"
 
-    def __init__(self, shape: Eagle3Shape, vocab: DraftVocab, steps: int = 3, loss: LossConfig | None = None, attention: str = "auto") -> None:
+    def __init__(
+        self, shape: Eagle3Shape, vocab: DraftVocab, steps: int = 3, loss: LossConfig | None = None, attention: str = "auto"
+    ) -> None:
         super().__init__()
-        self.shape, self.vocab, self.tap_ids = shape, vocab, shape.taps
+        self.shape, self.vocab, self.taps = shape, vocab, shape.taps
         self.steps, self.loss, self.attention = steps, loss or LossConfig(), attention
         self.body = Eagle3Body(shape)
         self.rotary = Rotary(shape.layer)
@@ -86,7 +90,10 @@ class Eagle3(Drafter):
         decode.observe(self.body, self.rotary, self.head, cache, ids_BT, taps_BTAH, lengths_B)
 
     @torch.no_grad()
-    def propose(self, cache: decode.RecurrentCache, anchor_B: Tensor, n: int, law: Law, uniforms_Bn: Tensor | None = None) -> Proposal:
+    def propose(
+        self, cache: decode.RecurrentCache, anchor_B: Tensor, n: int, law: Law, generators: Sequence[torch.Generator] | None = None
+    ) -> Proposal:
+        uniforms_Bn = _uniforms(generators, n, anchor_B) if not law.greedy else None
         steps = decode.draft_steps(self.body, self.rotary, self.head, cache, anchor_B, n)
         ids, laws = [], []
         for k, normed_BH in enumerate(steps):
@@ -94,8 +101,7 @@ class Eagle3(Drafter):
             if law.greedy:
                 draft_B = logits_BD.argmax(-1)
             else:
-                if uniforms_Bn is None:
-                    raise ValueError("sampled drafts need uniforms")
+                assert uniforms_Bn is not None
                 log_p_BD = truncated_log_probs(logits_BD, law)
                 draft_B = sample(log_p_BD.exp(), uniforms_Bn[:, k])
                 full_BV = log_p_BD.new_full((len(log_p_BD), self.vocab.target_size), float("-inf"))
@@ -104,8 +110,9 @@ class Eagle3(Drafter):
             ids.append(steps.token_B)
         return Proposal(ids=torch.stack(ids, dim=1), law=torch.stack(laws, dim=1) if laws else None)
 
-    def select(self, cache: decode.RecurrentCache, rows_B: Tensor) -> None:
-        cache.select(rows_B)
+    def select(self, cache: decode.RecurrentCache, rows: Tensor) -> decode.RecurrentCache:
+        cache.select(rows)
+        return cache
 
     def attach(self, head: TargetHead) -> Drafter:
         super().attach(head)
@@ -126,3 +133,10 @@ class Eagle3(Drafter):
         if self.attention != "auto":
             return self.attention
         return "flex" if batch.input_ids_T.is_cuda else "eager"
+
+
+def _uniforms(generators: Sequence[torch.Generator] | None, n: int, anchor_B: Tensor) -> Tensor:
+    """[B, n] numbers that drafts are drawn by, each row from its own stream."""
+    if generators is None:
+        raise ValueError("sampled drafts need a random generator per row")
+    return torch.stack([torch.rand(n, generator=generator, dtype=torch.float64) for generator in generators]).to(anchor_B.device)

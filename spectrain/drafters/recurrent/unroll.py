@@ -30,7 +30,7 @@ class Columns:
     @classmethod
     def build(cls, batch: PackedBatch, steps: int) -> Columns:
         valid_KT = torch.stack([_counts_at_step(batch, k) for k in range(steps)])
-        query_M = valid_KT[0].nonzero()[:, 0]
+        query_M = valid_KT.any(0).nonzero()[:, 0]
         return cls(query_M, valid_KT[:, query_M])
 
     def weights(self, step_decay: float) -> Tensor:

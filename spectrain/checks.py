@@ -1,0 +1,243 @@
+"""Everything that can be checked before work starts.
+
+Conflicts inside one component are rejected by its dataclass (``config.py``). Here are those between components, and between the
+configuration and the world: prompt files, the target's dimensions, the run directory, the disk. Each check raises ConfigError or
+InputError with one sentence; nothing here writes anything.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from spectrain.config import DrafterConfig, SpectrainConfig
+from spectrain.errors import ConfigError, InputError
+from spectrain.run_dir import RunDir
+from spectrain.share import prompt_roots
+
+if TYPE_CHECKING:
+    from spectrain.data.prompts import PromptSplit
+    from spectrain.stages.context import Context
+    from spectrain.target.resolve import TargetSource
+    from spectrain.target.spec import TargetSpec
+
+# Tracker of accelerate -> the package that it needs.
+_TRACKERS = {
+    "wandb": "wandb",
+    "tensorboard": "tensorboard",
+    "trackio": "trackio",
+    "aim": "aim",
+    "comet_ml": "comet_ml",
+    "mlflow": "mlflow",
+    "clearml": "clearml",
+    "dvclive": "dvclive",
+    "swanlab": "swanlab",
+}
+_DRAFTER_FILES = ("config.json", "model.safetensors")
+
+
+def check_config(config: SpectrainConfig, verb: str) -> None:
+    """What the configuration alone tells. Needs no torch, so errors come at once."""
+    if not config.target.path:
+        raise ConfigError("no target is chosen: add recipe=quickstart, target=smollm2_135m, or target.path=FOLDER_OR_HUB_ID")
+    if not config.run.dir:
+        raise ConfigError("run.dir is empty: name the folder of the run")
+    if verb != "eval" and not config.data.train:
+        raise ConfigError("no prompts are chosen: add data=quickstart, or data=jsonl data.train=FILE.jsonl")
+    _check_lengths(config, verb)
+    _check_trackers(config)
+    if config.drafter.path is not None:
+        check_drafter_folder(Path(config.drafter.path).expanduser(), "drafter.path")
+
+
+def prepare(config: SpectrainConfig, verb: str, data_dir: Path | None = None, fetch: bool = True) -> Context:
+    """Check everything that ``verb`` depends on, and gather what was learnt. The run directory is not touched.
+
+    ``data_dir``: the run directory that has responses, states and drafter for this one (a job of a sweep). ``fetch``: a target that is
+    not on this machine is downloaded or converted, once everything else is known to be right; otherwise its dimensions stay unknown.
+    """
+    from spectrain.stages.context import Context
+    from spectrain.target.resolve import locate_target
+
+    run_dir = RunDir(config.run.dir)
+    run_dir.check({})
+    if verb in ("eval", "run"):
+        check_suite(config)
+    reads_prompts = verb != "eval" or config.suite.prompts == "heldout"
+    prompts = load_prompt_split(config) if reads_prompts else None
+    source = locate_target(config.target)
+    run_dir.check({"id": source.id, "revision": source.revision})
+    context = Context(
+        config=config,
+        verb=verb,
+        run_dir=run_dir,
+        source=source,
+        spec_or_none=target_spec(config, source),
+        prompts_or_none=prompts,
+        data_dir=run_dir if data_dir is None else RunDir(data_dir),
+    )
+    if verb == "eval":
+        check_drafter_folder(context.measured_drafter, "drafter.path" if config.drafter.path else "run.dir")
+    if fetch and context.spec_or_none is None:
+        context.learn_spec()
+    if context.spec_or_none is not None:
+        _check_against_target(context)
+    return context
+
+
+def _check_against_target(context: Context) -> None:
+    config, spec = context.config, context.spec
+    check_dimensions(config, spec)
+    if context.verb == "eval":
+        check_drafter_fits(context.measured_drafter, spec)
+    elif config.drafter.path is not None:
+        check_drafter_fits(Path(config.drafter.path).expanduser(), spec)
+    if context.verb in ("capture", "fit", "run"):
+        check_disk(context)
+
+
+# --- the configuration alone -----------------------------------------------------------------------------------------------------
+
+
+def _check_lengths(config: SpectrainConfig, verb: str) -> None:
+    answer, longest = config.sampling.max_new_tokens, config.target.max_length
+    if answer >= longest:
+        raise ConfigError(
+            f"sampling.max_new_tokens={answer} leaves no room for a prompt in target.max_length={longest}: lower one, or raise the other"
+        )
+    rows = config.trainer.row_tokens
+    if verb in ("fit", "run", "plan") and rows <= answer:
+        raise ConfigError(
+            f"trainer.row_tokens={rows} cannot hold a prompt and an answer of sampling.max_new_tokens={answer}: raise row_tokens"
+        )
+    drafts, measured = config.decoding.num_speculative_tokens, config.suite.max_new_tokens or answer
+    if drafts > measured:
+        raise ConfigError(f"decoding.num_speculative_tokens={drafts} is more than an answer may have ({measured} tokens): lower it")
+
+
+def _check_trackers(config: SpectrainConfig) -> None:
+    for tracker in config.logger.trackers:
+        if tracker not in _TRACKERS:
+            raise ConfigError(f"logger.trackers: {tracker} is unknown: use {', '.join(_TRACKERS)}")
+        if importlib.util.find_spec(_TRACKERS[tracker]) is None:
+            raise ConfigError(f"logger.trackers: {tracker} is not installed: pip install {_TRACKERS[tracker]}, or use logger=none")
+
+
+def check_drafter_folder(folder: Path, field: str) -> None:
+    """The folder holds a drafter: configuration and weights."""
+    advice = "name a folder that fit has written" if field == "drafter.path" else "run spectrain fit first, or name one with drafter.path"
+    for file in _DRAFTER_FILES:
+        if not (folder / file).is_file():
+            raise InputError(f"{field}: {folder} holds no drafter ({file} is missing): {advice}")
+
+
+# --- files -----------------------------------------------------------------------------------------------------------------------
+
+
+def load_prompt_split(config: SpectrainConfig) -> PromptSplit:
+    """Training and held-out prompts; raises for a missing, empty or broken file, and for prompts that are both."""
+    from spectrain.data.prompts import split_prompts
+
+    return split_prompts(config.data, prompt_roots())
+
+
+def check_suite(config: SpectrainConfig) -> None:
+    """The suite's prompt file is there and can be read."""
+    from spectrain.data.prompts import find_prompt_file, load_prompts
+
+    if config.suite.prompts != "heldout":
+        load_prompts(find_prompt_file(config.suite.prompts, prompt_roots(), "suite.prompts"))
+    elif not config.data.train:
+        raise ConfigError("suite.prompts=heldout needs the run's prompts: add data=..., or suite=jsonl suite.prompts=FILE.jsonl")
+
+
+# --- the target ------------------------------------------------------------------------------------------------------------------
+
+
+def target_spec(config: SpectrainConfig, source: TargetSource) -> TargetSpec | None:
+    """The target's dimensions, without downloading or converting it; None if they are not on this machine."""
+    from spectrain.target.bundled import find_gguf
+    from spectrain.target.quiet import quiet_transformers
+    from spectrain.target.spec import TargetSpec
+
+    if source.folder is not None:
+        return TargetSpec.from_folder(source.folder, config.target.trust_remote_code)
+    gguf = find_gguf(config.target.bundled_package) if source.kind == "bundled" and config.target.bundled_package else None
+    if gguf is None:
+        return None
+    from transformers import AutoConfig
+
+    with quiet_transformers():
+        return TargetSpec.from_config(AutoConfig.from_pretrained(str(gguf.parent), gguf_file=gguf.name, local_files_only=True))
+
+
+def check_dimensions(config: SpectrainConfig, spec: TargetSpec) -> None:
+    """The drafter fits the target."""
+    drafter = config.drafter
+    longest, vocabulary = config.target.max_length, drafter.draft_vocab_size
+    if longest > spec.max_position_embeddings:
+        raise ConfigError(f"target.max_length={longest} exceeds the target's {spec.max_position_embeddings} positions: lower it")
+    if vocabulary is not None and vocabulary > spec.vocab_size:
+        raise ConfigError(f"drafter.draft_vocab_size={vocabulary} is larger than the target's vocabulary of {spec.vocab_size}: lower it")
+    beyond = [tap for tap in drafter.taps or () if tap > spec.num_layers]
+    if beyond:
+        raise ConfigError(
+            f"drafter.taps={list(drafter.taps or ())}: {beyond[0]} lies beyond the last layer; the target has {spec.num_layers} layers, "
+            f"so taps run from 0 to {spec.num_layers}"
+        )
+    _check_heads(drafter, spec)
+
+
+def check_drafter_fits(folder: Path, spec: TargetSpec) -> None:
+    """A drafter's folder was made for a target of these dimensions."""
+    try:
+        written = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        layer = written.get("transformer_layer_config") or {}
+        found = {
+            "target_hidden_size": written.get("target_hidden_size") or layer.get("hidden_size"),
+            "vocab_size": layer.get("vocab_size"),
+            "taps": max(written.get("eagle_aux_hidden_state_layer_ids") or [0]),
+        }
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise InputError(f"{folder / 'config.json'} cannot be read ({error}): name a folder that fit has written") from error
+    for name, wanted in (("target_hidden_size", spec.hidden_size), ("vocab_size", spec.vocab_size)):
+        if found[name] not in (None, wanted):
+            raise InputError(f"drafter {folder} was trained for another target: its {name} is {found[name]}, this target's {wanted}")
+    if found["taps"] > spec.num_layers:
+        raise InputError(f"drafter {folder} was trained for another target: it reads tap {found['taps']} of {spec.num_layers} layers")
+
+
+def _check_heads(drafter: DrafterConfig, spec: TargetSpec) -> None:
+    for name in ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size"):
+        value = getattr(drafter, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"drafter.{name}={value} must be at least 1")
+    heads = drafter.num_attention_heads or spec.num_attention_heads
+    kv_heads = drafter.num_key_value_heads or min(spec.num_key_value_heads, heads)
+    if heads % kv_heads:
+        raise ConfigError(f"drafter.num_attention_heads={heads} must be a multiple of drafter.num_key_value_heads={kv_heads}")
+    head_dim = drafter.head_dim or spec.head_dim
+    if head_dim % 2:
+        raise ConfigError(f"drafter.head_dim={head_dim} must be even: rotary positions turn pairs")
+
+
+# --- the disk --------------------------------------------------------------------------------------------------------------------
+
+
+def check_disk(context: Context) -> None:
+    """There is room for the states. The estimate is an upper bound (answers may be short), so only twice too much is refused."""
+    from spectrain.stages.plan import estimate
+
+    folder = context.data_dir.path
+    while not folder.exists():
+        folder = folder.resolve().parent
+    present = sum(file.stat().st_size for file in context.data_dir.states.glob("*.safetensors"))
+    needed, free = estimate(context).states_bytes - present, shutil.disk_usage(folder).free
+    if needed > 2 * free:
+        raise ConfigError(
+            f"the states need up to {needed / 1e9:,.1f} GB, {folder} has {free / 1e9:,.1f} GB free: "
+            "use states.dtype=int8, fewer prompts (data.max_train), or another run.dir"
+        )

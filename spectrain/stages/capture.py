@@ -1,0 +1,85 @@
+"""Stage ``capture``: the target runs once over every response, and its hidden states are stored. Writes ``states/``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from spectrain.console import ProgressBar, say
+from spectrain.data.responses import Response, ResponseStore
+from spectrain.data.states import INDEX_NAME, StateStore
+from spectrain.data.states_writer import StateStoreWriter
+from spectrain.errors import InputError
+from spectrain.run_dir import Decision, Inputs, digest_strings
+from spectrain.stages.context import Context
+from spectrain.stages.generate import generate
+
+
+def decide(context: Context) -> Decision:
+    """Whether there is anything to capture."""
+    folder = context.data_dir.states
+    stored = set(StateStore(folder).keys) if (folder / INDEX_NAME).is_file() else set()
+    return context.data_dir.decide("capture", Inputs(fixed_inputs(context), growing_inputs(context)), whole=context.splits.keys() <= stored)
+
+
+def fixed_inputs(context: Context) -> dict[str, object]:
+    return {**context.target_inputs(), "drafter.taps": list(context.taps), "states.dtype": context.states_dtype}
+
+
+def growing_inputs(context: Context) -> dict[str, object]:
+    return {"responses": f"{len(context.splits)} ({digest_strings(list(context.splits.items()))[:8]})"}
+
+
+def capture(context: Context) -> None:
+    """Store the states of every response that has none yet; brings the responses up to date first."""
+    generate(context)
+    decision = decide(context)
+    if decision.skip:
+        say(str(decision))
+        return
+    run_dir = context.data_dir
+    with run_dir.running(decision) as outputs:
+        responses = ResponseStore(run_dir.responses).load(list(context.splits), context.splits)
+        with StateStoreWriter(run_dir.states, context.store_meta(), context.config.states.shard_bytes) as writer:
+            done = writer.done_keys()
+            todo = [response for response in responses if response.key not in done]
+            if todo:
+                _capture(context, writer, todo)
+        store = StateStore(run_dir.states)
+        outputs |= {"documents": len(store), "tokens": int(store.lengths.sum()), "bytes": store.total_bytes, "taps": list(context.taps)}
+    say(f"capture: states of {outputs['documents']} documents, {outputs['tokens']:,} tokens, {outputs['bytes'] / 1e6:,.0f} MB")
+
+
+def _capture(context: Context, writer: StateStoreWriter, todo: list[Response]) -> None:
+    with ProgressBar("capture", total=sum(len(response.input_ids) for response in todo), unit="tokens") as bar:
+        for states in context.engine.capture(todo, context.taps, context.states_dtype):
+            writer.add(states)
+            bar.advance(len(states.input_ids))
+
+
+def documents(context: Context) -> tuple[StateStore, list[int], list[int]]:
+    """The store and the numbers of its training and held-out documents that this run asks for, in the order of the prompt files.
+
+    The order does not depend on when a document was captured, nor the choice on what else the store holds.
+    """
+    store = StateStore(context.data_dir.states)
+    store.check(_identity(context, context.taps))
+    number = {key: index for index, key in enumerate(store.keys)}
+    return store, list(_numbers(context, number, "train")), list(_numbers(context, number, "heldout"))
+
+
+def open_store(context: Context, taps: tuple[int, ...]) -> StateStore | None:
+    """The stored states, if they are this target's and hold these taps."""
+    try:
+        store = StateStore(context.data_dir.states)
+        store.check(_identity(context, taps))
+    except InputError:
+        return None
+    return store
+
+
+def _identity(context: Context, taps: tuple[int, ...]) -> dict[str, object]:
+    return {"target": context.target.id, "target_revision": context.target.revision, "tap_ids": taps}
+
+
+def _numbers(context: Context, number: dict[str, int], split: str) -> Iterator[int]:
+    return (number[key] for key, side in context.splits.items() if side == split)

@@ -1,0 +1,180 @@
+"""What the stages of one command share: the configuration, the run directory, the target and its prompts.
+
+The target's weights are loaded when the first stage needs them, once for all stages; a stage that is skipped never asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from spectrain.config import SpectrainConfig
+from spectrain.data.chat import ChatTemplate, end_token_ids
+from spectrain.data.prompts import PromptSplit
+from spectrain.data.responses import Sampling, resolve_sampling, response_key
+from spectrain.data.states import StoreMeta
+from spectrain.engines.base import Engine
+from spectrain.engines.hf import HFEngine
+from spectrain.errors import RunError
+from spectrain.run_dir import RunDir
+from spectrain.target.model import TargetModel, choose_device, choose_dtype
+from spectrain.target.resolve import ResolvedTarget, TargetSource, resolve_target
+from spectrain.target.spec import TargetSpec
+
+
+@dataclass
+class Context:
+    """One command at work. ``source`` and ``spec`` are known before anything is written; ``spec`` is None until a target that has to be
+    downloaded is there (a dry run may end before that)."""
+
+    config: SpectrainConfig
+    verb: str
+    run_dir: RunDir
+    source: TargetSource
+    spec_or_none: TargetSpec | None
+    prompts_or_none: PromptSplit | None
+    data_dir: RunDir  # has responses and states: run_dir itself, or that of the sweep which this run is a job of
+
+    @property
+    def spec(self) -> TargetSpec:
+        if self.spec_or_none is None:
+            raise RunError("the target's configuration is not here yet")
+        return self.spec_or_none
+
+    @property
+    def prompts(self) -> PromptSplit:
+        if self.prompts_or_none is None:
+            raise RunError("this command reads no prompts")
+        return self.prompts_or_none
+
+    def learn_spec(self) -> None:
+        """Fetch the target and read its dimensions."""
+        self.spec_or_none = TargetSpec.from_folder(self.target.folder, self.config.target.trust_remote_code)
+
+    @property
+    def measured_drafter(self) -> Path:
+        """The folder of the drafter that ``eval`` measures: drafter.path, this run's own, or that of the sweep it belongs to.
+
+        ``run`` trains from drafter.path, so what it measures is always what it trained.
+        """
+        if self.config.drafter.path is not None and self.verb == "eval":
+            return Path(self.config.drafter.path).expanduser()
+        own = self.run_dir.drafter
+        return own if own.exists() else self.data_dir.drafter
+
+    @cached_property
+    def target(self) -> ResolvedTarget:
+        """The target on this machine; downloads or converts it the first time."""
+        return resolve_target(self.config.target)
+
+    @cached_property
+    def model(self) -> TargetModel:
+        """The target with its weights."""
+        return TargetModel.load(self.target, self.config.target)
+
+    @cached_property
+    def engine(self) -> Engine:
+        """Who runs the target for generate and capture."""
+        return HFEngine(self.model, self.target, self.config.engine, self.config.target.max_length)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(
+            str(self.target.folder), local_files_only=True, trust_remote_code=self.config.target.trust_remote_code
+        )
+
+    @cached_property
+    def generation_config(self) -> Any:
+        """The target's generation_config.json, or transformers' neutral one where it has none."""
+        from transformers import GenerationConfig
+
+        try:
+            return GenerationConfig.from_pretrained(str(self.target.folder), local_files_only=True)
+        except OSError:
+            return GenerationConfig()
+
+    @cached_property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Ids that end an answer."""
+        return end_token_ids(self.tokenizer, self.generation_config)
+
+    @cached_property
+    def template(self) -> ChatTemplate:
+        return ChatTemplate(self.tokenizer, self.eos_ids)
+
+    @cached_property
+    def sampling(self) -> Sampling:
+        return resolve_sampling(self.config.sampling, self.generation_config)
+
+    @cached_property
+    def splits(self) -> dict[str, str]:
+        """Response key -> ``train`` or ``heldout``, in the order of the prompt files: the responses that this configuration asks for."""
+        parts = (("train", self.prompts.train), ("heldout", self.prompts.heldout))
+        return {
+            response_key(conversation, self.sampling, self.target.id, self.target.revision): split
+            for split, conversations in parts
+            for conversation in conversations
+        }
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.config.drafter.taps or self.spec.default_taps()
+
+    @property
+    def dtype_name(self) -> str:
+        """What the target computes in."""
+        return str(choose_dtype(self.config.target.dtype, choose_device(self.config.target.device), self.spec)).removeprefix("torch.")
+
+    @property
+    def states_dtype(self) -> str:
+        if self.config.states.dtype != "auto":
+            return self.config.states.dtype
+        return "bfloat16" if self.dtype_name == "bfloat16" else "float32"  # float16 fits into float32 only
+
+    def store_meta(self) -> StoreMeta:
+        return StoreMeta(
+            target=self.target.id,
+            target_revision=self.target.revision,
+            config_digest=self.target.config_digest,
+            tokenizer_digest=self.target.tokenizer_digest,
+            template_digest=self.template.digest,
+            tap_ids=self.taps,
+            hidden_size=self.spec.hidden_size,
+            dtype=self.states_dtype,
+        )
+
+    def target_inputs(self) -> dict[str, Any]:
+        """Fixed inputs of every stage that runs the target."""
+        return {
+            "target": self.target.id,
+            "target.revision": self.target.revision,
+            "tokenizer": self.target.tokenizer_digest[:16],
+            "chat template": self.template.digest[:16],
+            "target.dtype": self.dtype_name,
+            "target.max_length": self.config.target.max_length,
+        }
+
+    def open_run_dir(self) -> None:
+        """Called once the directory is locked: binds it to the target and writes ``config.yaml``."""
+        identity = {"id": self.target.id, "revision": self.target.revision, "path": self.config.target.path}
+        self.run_dir.check({name: identity[name] for name in ("id", "revision")})
+        self.run_dir.set_target(identity)
+        self.run_dir.write_config(config_yaml(self.config))
+
+
+def config_yaml(config: SpectrainConfig) -> str:
+    """The resolved configuration as YAML, in the order of the dataclasses."""
+    return yaml.safe_dump(_plain(asdict(config)), sort_keys=False, allow_unicode=True)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(entry) for key, entry in value.items()}
+    return [_plain(entry) for entry in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,125 @@
+"""Stage ``fit``: train the drafter on the stored states. Writes ``drafter/``, ``checkpoints/`` and ``metrics.jsonl``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spectrain.build import flatten
+from spectrain.console import ProgressBar, say
+from spectrain.data.states import StateStore
+from spectrain.data.vocab import DraftVocab, build_vocab
+from spectrain.run_dir import Decision, Inputs, file_digest
+from spectrain.stages import capture
+from spectrain.stages.context import Context
+
+# Settings that change what is logged or kept, not what is trained.
+_NO_INPUTS = {"trainer.log_every_steps", "trainer.keep_checkpoints", "trainer.checkpoint_every_steps"}
+
+
+def decide(context: Context) -> Decision:
+    """Whether the drafter has to be trained."""
+    from spectrain.drafters.folder import CONFIG, WEIGHTS
+
+    whole = all((context.run_dir.drafter / file).is_file() for file in (CONFIG, WEIGHTS))
+    return context.run_dir.decide("fit", Inputs(_inputs(context), {}), whole)
+
+
+def _inputs(context: Context) -> dict[str, Any]:
+    config = context.config
+    keys = {**flatten(config.drafter, "drafter."), **flatten(config.trainer, "trainer."), **flatten(config.decoding, "decoding.")}
+    kept = {key: value for key, value in keys.items() if key not in _NO_INPUTS and not key.startswith("decoding.ngram")}
+    if config.drafter.path is not None:
+        kept["weights of drafter.path"] = file_digest(Path(config.drafter.path).expanduser() / "model.safetensors")[:16]
+    return {**capture.fixed_inputs(context), **capture.growing_inputs(context), **kept}
+
+
+def fit(context: Context) -> float | None:
+    """Train unless that has been done; brings responses and states up to date first. Returns the best acceptance length of the walk."""
+    capture.capture(context)
+    decision = decide(context)
+    if decision.skip:
+        say(str(decision))
+        return context.run_dir.outputs("fit").get("walk_acceptance_length")
+    with context.run_dir.running(decision) as outputs:
+        outputs |= _train(context)
+    say(
+        f"fit: step {outputs['step']} of {outputs['steps']} is the best, acceptance length {outputs['walk_acceptance_length']:.3f} by the walk"
+    )
+    return outputs["walk_acceptance_length"]
+
+
+def _train(context: Context) -> dict[str, Any]:
+    from spectrain.drafters.build import build_drafter
+    from spectrain.drafters.folder import load_drafter
+    from spectrain.target.head import TargetHead
+    from spectrain.training.trainer import FitPaths, Trainer
+
+    config, run_dir = context.config, context.run_dir
+    store, train, heldout = capture.documents(context)
+    if config.states.verify_checksums:
+        _verify(store)
+    train = [number for number in train if store.loss_counts[number] > 1]
+    head = TargetHead.from_checkpoint(context.target.folder)
+    if config.drafter.path is not None:
+        drafter = load_drafter(config.drafter.path).attach(head)
+        vocab = drafter.vocab
+    else:
+        vocab = build_vocab(_tokens(store, train), config.drafter.draft_vocab_size, context.spec.vocab_size)
+        drafter = build_drafter(config.drafter, context.spec, vocab, head, context.target.folder, config.trainer.seed)
+    coverage = _coverage(store, heldout, vocab)
+    say(f"fit: {len(train)} documents, draft vocabulary of {len(vocab.ids_D):,} covers {coverage:.2%} of the held-out generated tokens")
+    trainer = Trainer(
+        config=config,
+        paths=FitPaths(run_dir.checkpoints, run_dir.drafter, run_dir.metrics),
+        drafter=drafter,  # type: ignore[arg-type]
+        store=store,
+        train=train,
+        heldout=heldout,
+        eos_ids=context.eos_ids,
+        folder_facts={
+            "target": config.target.path,
+            "target_architectures": context.spec.architectures,
+            "facts": {"target_revision": context.target.revision, "coverage": coverage},
+        },
+    )
+    result = trainer.fit()
+    return {
+        "steps": result.steps,
+        "step": result.best_step,
+        "walk_acceptance_length": result.best_acceptance_length,
+        "loss": result.final_loss,
+        "coverage": coverage,
+        "weights": file_digest(run_dir.drafter / "model.safetensors")[:16],
+    }
+
+
+def _verify(store: StateStore) -> None:
+    with ProgressBar("verify", total=store.total_bytes, unit="bytes") as bar:
+        store.verify_checksums(bar.advance)
+
+
+def _tokens(store: StateStore, numbers: list[int]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    for number in numbers:
+        states = store[number]
+        yield states.input_ids.numpy(), states.loss_mask.numpy()
+
+
+def _coverage(store: StateStore, numbers: list[int], vocab: DraftVocab) -> float:
+    """Share of held-out generated tokens that the drafter can draft at all."""
+    kept = np.zeros(vocab.target_size, dtype=bool)
+    kept[vocab.ids_D.numpy()] = True
+    hits = total = 0
+    for input_ids, loss_mask in _tokens(store, numbers):
+        generated = input_ids[loss_mask.astype(bool)]
+        hits, total = hits + int(kept[generated].sum()), total + len(generated)
+    return hits / total if total else 1.0
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Lines of ``metrics.jsonl``; none if there is no such file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []

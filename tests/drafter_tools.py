@@ -1,0 +1,294 @@
+"""Equipment for drafter tests: random drafters with their twins, target heads, documents with states, stores and trainers, all tiny.
+
+Everything is float64 unless said otherwise, so that a wrong number is far outside the tolerance: what remains different between package
+and twin is the float32 of rotary phases and of the teacher's logits, about 1e-6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from accelerate.state import AcceleratorState
+from torch import Tensor
+from twins import Eagle3Twin, HeadTwin, TwinDocument
+
+from spectrain.config import DecodingConfig, LossConfig, SpectrainConfig, TrainerConfig
+from spectrain.data.packing import PackedBatch, pack_batch
+from spectrain.data.states import StateStore, StoreMeta, TargetStates
+from spectrain.data.states_writer import StateStoreWriter
+from spectrain.data.vocab import DraftVocab, full_vocab
+from spectrain.drafters.layers import LayerShape
+from spectrain.drafters.losses import draft_loss
+from spectrain.drafters.recurrent import drafter as drafter_module
+from spectrain.drafters.recurrent.drafter import Eagle3
+from spectrain.drafters.recurrent.eagle3 import Eagle3Shape
+from spectrain.drafters.recurrent.unroll import Columns
+from spectrain.target.families import FAMILIES, HeadMath
+from spectrain.target.head import TargetHead
+from spectrain.training.trainer import FitPaths, FitResult, Trainer
+
+HIDDEN, VOCAB, EPS, THETA = 16, 23, 1e-5, 100.0
+DRAFT_IDS = (0, 2, 3, 7, 8, 11, 15, 16, 22)
+SOFT_CAP = 4.0
+
+
+@dataclass(frozen=True)
+class Options:
+    """Everything that may differ between two drafters. ``family``: of the target's head (gemma2: 1 + w gain, embedding scale, soft-cap)."""
+
+    layer_type: str = "llama"
+    taps: tuple[int, ...] = (1, 3, 4)
+    num_layers: int = 1
+    reduced: bool = False
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    family: str = "llama"
+    steps: int = 3
+    attention: str = "auto"
+    loss: LossConfig = field(default_factory=LossConfig)
+
+    @property
+    def name(self) -> str:
+        return ",".join(f"{key}={value}" for key, value in vars(self).items() if value != getattr(Options(), key)) or "default"
+
+
+# Together: both layer types, 1, 2, 3 and 5 taps, every switch on and off, two layers, both vocabularies, two kinds of head.
+VARIANTS = [
+    Options(),
+    Options(layer_type="qwen3", taps=(2,), reduced=True),
+    Options(taps=(0, 4), norm_before_residual=True, reduced=True),
+    Options(taps=(0, 1, 2, 3, 4), norm_before_fc=True, layer_type="qwen3"),
+    Options(fc_norm=True, norm_output=True, family="gemma2"),
+    Options(num_layers=2, norm_output=True, reduced=True),
+    Options(num_layers=2, layer_type="qwen3", norm_before_residual=True, fc_norm=True, norm_before_fc=True, family="gemma2", reduced=True),
+    Options(taps=(3,), norm_before_residual=True, norm_output=True, fc_norm=True, steps=5),
+]
+
+
+def random_head(family: str = "llama", vocab: int = VOCAB, seed: int = 100, dtype: torch.dtype = torch.float64) -> TargetHead:
+    facts = FAMILIES[family]
+    generator = torch.Generator().manual_seed(seed)
+    math = HeadMath(
+        family=facts,
+        hidden_size=HIDDEN,
+        eps=EPS,
+        embed_scale=HIDDEN**0.5 if facts.embed_scale else 1.0,
+        soft_cap=SOFT_CAP if facts.soft_cap else None,
+    )
+    embed_VH, lm_head_VH = (torch.randn(vocab, HIDDEN, generator=generator, dtype=torch.float64) for _ in range(2))
+    norm_H = 0.3 * torch.randn(HIDDEN, generator=generator, dtype=torch.float64) + (0.0 if facts.one_plus else 1.0)
+    return TargetHead(math, embed_VH.to(dtype), norm_H.to(dtype), (lm_head_VH * 0.6).to(dtype))
+
+
+def head_twin(head: TargetHead) -> HeadTwin:
+    """The same head by the numbers that act, for the two families used here."""
+    gemma = head.math.soft_cap is not None
+    return HeadTwin(
+        embed_VH=head.embed_weight.double() * (HIDDEN**0.5 if gemma else 1.0),
+        gain_H=head.norm_weight.double() + (1.0 if gemma else 0.0),
+        lm_head_VH=head.lm_head_weight.double(),
+        eps=EPS,
+        soft_cap=SOFT_CAP if gemma else None,
+    )
+
+
+def random_vocab(options: Options, vocab: int = VOCAB) -> DraftVocab:
+    return DraftVocab(torch.tensor([i for i in DRAFT_IDS if i < vocab]), vocab, 0.5) if options.reduced else full_vocab(vocab)
+
+
+def random_drafter(
+    options: Options = Options(), seed: int = 0, dtype: torch.dtype = torch.float64, head: TargetHead | None = None, wide: float = 1.5
+) -> Eagle3:
+    """Attached to a random head. Weights are wide enough that every tensor and switch matters; gains scatter around 1."""
+    head = head or random_head(options.family, dtype=dtype)
+    vocab = random_vocab(options, head.vocab_size)
+    shape = Eagle3Shape(
+        layer=LayerShape(
+            layer_type=options.layer_type,
+            hidden_size=HIDDEN,
+            intermediate_size=20,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=6,
+            rms_norm_eps=EPS,
+            rope_parameters={"rope_type": "default", "rope_theta": THETA},
+            max_position_embeddings=128,
+        ),
+        num_layers=options.num_layers,
+        taps=options.taps,
+        target_vocab_size=head.vocab_size,
+        draft_vocab_size=len(vocab.ids_D),
+        norm_before_residual=options.norm_before_residual,
+        norm_before_fc=options.norm_before_fc,
+        fc_norm=options.fc_norm,
+        norm_output=options.norm_output,
+    )
+    drafter = Eagle3(shape, vocab, steps=options.steps, loss=options.loss, attention=options.attention).to(dtype)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for _, parameter in sorted(drafter.named_parameters()):
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.copy_(1 + 0.3 * noise if parameter.ndim == 1 else wide * noise / parameter.shape[1] ** 0.5)
+    drafter.attach(head)
+    return drafter
+
+
+def tensors_of(drafter: Eagle3) -> dict[str, Tensor]:
+    """Parameters by the names they have in the checkpoint."""
+    return {name.removeprefix("body."): parameter for name, parameter in drafter.named_parameters()}
+
+
+def twin_of(drafter: Eagle3) -> Eagle3Twin:
+    """A twin with weights of its own: float64 leaves that gather gradients."""
+    shape = drafter.shape
+    return Eagle3Twin(
+        tensors={name: tensor.detach().double().clone().requires_grad_() for name, tensor in tensors_of(drafter).items()},
+        head=head_twin(drafter.head),
+        draft_ids=drafter.vocab.ids_D.tolist(),
+        num_layers=shape.num_layers,
+        num_taps=len(shape.taps),
+        num_heads=shape.layer.num_attention_heads,
+        num_kv_heads=shape.layer.num_key_value_heads,
+        head_dim=shape.layer.head_dim,
+        theta=THETA,
+        eps=EPS,
+        qk_norm=shape.layer.layer_type == "qwen3",
+        norm_before_residual=shape.norm_before_residual,
+        norm_before_fc=shape.norm_before_fc,
+        fc_norm=shape.fc_norm,
+        norm_output=shape.norm_output,
+    )
+
+
+def random_document(
+    mask: str, num_taps: int, seed: int, head: TargetHead | None = None, vocab: int = VOCAB, split: str = "train"
+) -> TargetStates:
+    """A document whose loss mask is written as a string, ``0001111``. Its first token is an attention sink, with states a hundred times
+    larger. With a head, the log normaliser is there: NaN, as in a store, where the next token was not generated."""
+    generator = torch.Generator().manual_seed(1000 + seed)
+    length = len(mask)
+    taps = torch.randn(length, num_taps, HIDDEN, generator=generator, dtype=torch.float64)
+    last_hidden = torch.randn(length, HIDDEN, generator=generator, dtype=torch.float64)
+    taps[0] *= 100
+    last_hidden[0] *= 100
+    mask_S = torch.tensor([int(m) for m in mask], dtype=torch.uint8)
+    normalizer = None
+    if head is not None:
+        twin = head_twin(head)
+        normalizer = torch.stack([torch.logsumexp(twin.logits(y), 0) for y in last_hidden])
+        generated_next = torch.cat([mask_S[1:], mask_S.new_zeros(1)]) == 1
+        normalizer = normalizer.where(generated_next, torch.nan)
+    return TargetStates(
+        input_ids=torch.randint(0, vocab, (length,), generator=generator, dtype=torch.int32),
+        loss_mask=mask_S,
+        taps=taps,
+        last_hidden=last_hidden,
+        log_normalizer=normalizer,
+        key=f"doc-{seed:04d}",
+        split=split,
+    )
+
+
+def as_twin_document(states: TargetStates) -> TwinDocument:
+    return TwinDocument(states.input_ids.tolist(), states.loss_mask.tolist(), states.taps.double(), states.last_hidden.double())
+
+
+# A prompt with an answer, an answer from the first token on, several turns (one of a single token, one gap shorter than an unroll), no
+# generated token at all, a document too short to count, an answer that is all prompt but its last token.
+MASKS = ("000111110", "11110", "0011011101001111", "0000", "01", "00001", "0001111")
+
+
+def random_documents(options: Options, head: TargetHead | None = None, masks: Sequence[str] = MASKS, seed: int = 0) -> list[TargetStates]:
+    return [random_document(mask, len(options.taps), seed + i, head) for i, mask in enumerate(masks)]
+
+
+def students(drafter: Eagle3, batch: PackedBatch) -> dict[tuple[int, int], Tensor]:
+    """(flat column, step) -> the normed output that the loss scores, for every counted student of a training pass."""
+    with patch.object(drafter_module, "draft_loss", wraps=draft_loss) as spy, torch.no_grad():
+        drafter.train_losses(batch)
+    arguments = dict(zip(("hidden_KUH", "lm_head_DH", "teacher", "target_U", "weight_KU"), spy.call_args.args, strict=False))
+    arguments |= spy.call_args.kwargs
+    columns = Columns.build(batch, drafter.steps)
+    counted = [(int(t), k) for k, row in enumerate(columns.valid_KM) for t in columns.query_M[row]]
+    teachers = sorted({t + 1 + k for t, k in counted})
+    place = {position: u for u, position in enumerate(teachers)}
+    assert int((arguments["weight_KU"] > 0).sum()) == len(counted)
+    return {(t, k): arguments["hidden_KUH"][k, place[t + 1 + k]] for t, k in counted}
+
+
+class MemoryStore:
+    """Documents in memory, in any dtype, where a ``StateStore`` is expected."""
+
+    def __init__(self, documents: Sequence[TargetStates]) -> None:
+        self.documents = list(documents)
+        self.keys, self.splits = [d.key for d in documents], [d.split for d in documents]
+        self.lengths = np.array([len(d.input_ids) for d in documents])
+        self.loss_counts = np.array([int(d.loss_mask.sum()) for d in documents])
+
+    def indices(self, split: str) -> list[int]:
+        return [number for number, name in enumerate(self.splits) if name == split]
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def __getitem__(self, index: int) -> TargetStates:
+        return self.documents[index]
+
+
+def as_dtype(states: TargetStates, dtype: torch.dtype) -> TargetStates:
+    normalizer = None if states.log_normalizer is None else states.log_normalizer.to(dtype)
+    return replace(states, taps=states.taps.to(dtype), last_hidden=states.last_hidden.to(dtype), log_normalizer=normalizer)
+
+
+def write_store(folder: Path, documents: Sequence[TargetStates], taps: tuple[int, ...]) -> StateStore:
+    """A real float32 store on disk."""
+    meta = StoreMeta("tiny", "r", "c", "t", "p", tap_ids=taps, hidden_size=HIDDEN, dtype="float32")
+    with StateStoreWriter(folder, meta) as writer:
+        for states in documents:
+            writer.add(as_dtype(states, torch.float32))
+    return StateStore(folder)
+
+
+def trainer_config(decoding: DecodingConfig = DecodingConfig(), **options: Any) -> SpectrainConfig:
+    return SpectrainConfig(trainer=TrainerConfig(**options), decoding=decoding)
+
+
+def make_trainer(folder: Path, drafter: Eagle3, store: Any, config: SpectrainConfig, eos_ids: Sequence[int] = (), **extra: Any) -> Trainer:
+    """A trainer on the documents of the store's splits, writing below ``folder``."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    return Trainer(
+        config,
+        FitPaths(folder / "checkpoints", folder / "drafter", folder / "metrics.jsonl"),
+        drafter,
+        store,
+        store.indices("train"),
+        store.indices("heldout"),
+        eos_ids,
+        {"target": "tiny", "target_architectures": ("LlamaForCausalLM",)},
+        **extra,
+    )
+
+
+def fit(folder: Path, drafter: Eagle3, store: Any, config: SpectrainConfig, **extra: Any) -> FitResult:
+    return make_trainer(folder, drafter, store, config, **extra).fit()
+
+
+def packed(documents: Sequence[TargetStates]) -> PackedBatch:
+    return pack_batch(documents)
+
+
+def split_by_document(documents: Sequence[TargetStates]) -> list[int]:
+    """First flat position of each document of a packed batch."""
+    return np.cumsum([0, *[len(d.input_ids) for d in documents]]).tolist()[:-1]
+
+
+def gradients(drafter: Eagle3) -> dict[str, Tensor]:
+    return {name: parameter.grad.clone() for name, parameter in tensors_of(drafter).items() if parameter.grad is not None}

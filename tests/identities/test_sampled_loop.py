@@ -1,0 +1,177 @@
+"""Speculation at temperature > 0 leaves the law of the output alone, and the walk has the loop's law of accepted counts.
+
+The target is a tiny model over six tokens, so that every answer of three tokens can be enumerated and its probability computed exactly.
+"""
+
+import itertools
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from decoders import BigramProposer, PrefixProposer, float64_target, full_forward, prefix_hash
+from scipy import stats
+
+from spectrain.decoding.loop import speculative_generate
+from spectrain.decoding.proposers import NGramProposer
+from spectrain.decoding.verify import GREEDY, Law, truncated_log_probs
+from spectrain.decoding.walk import Span, acceptance_probability, expected_walk, walk
+from spectrain.evaluation.metrics import acceptance
+
+VOCAB, PROMPT, EOS = 6, [3, 1, 3], 5
+LAWS = [Law(1.0), Law(0.8, top_p=0.85), Law(1.5, top_k=4)]
+DRAFTING = ["none", "drawn", "arg max", "n-gram", "ragged"]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("target")
+    # Sharp enough to be worth truncating, flat enough that all answers occur.
+    return float64_target("llama", folder, vocab_size=VOCAB, num_hidden_layers=1, bos_token_id=0, eos_token_id=EOS, pad_token_id=0)
+
+
+def next_log_probs(target, ids, law):
+    """[S, V]: row t is the law of the token after ids[: t + 1]. No cache of ours has a part in it."""
+    return truncated_log_probs(target.logits(full_forward(target, ids)[0]).double(), law)
+
+
+def answer_probabilities(target, law, length):
+    """Exact probability of every answer of at most ``length`` tokens, an end token ending it early."""
+    probabilities = {}
+
+    def extend(answer, log_probability):
+        if len(answer) == length or (answer and answer[-1] == EOS):
+            probabilities[answer] = math.exp(log_probability)
+            return
+        for token, log_prob in enumerate(next_log_probs(target, [*PROMPT, *answer], law)[-1].tolist()):
+            if log_prob > -math.inf:
+                extend((*answer, token), log_probability + log_prob)
+
+    extend((), 0.0)
+    assert math.fsum(probabilities.values()) == pytest.approx(1.0)
+    return probabilities
+
+
+def drafting(name, law):
+    """(proposer, draft law)"""
+    table = 1.5 * torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    if name == "drawn":
+        return BigramProposer(table), law
+    if name == "arg max":
+        return BigramProposer(table), GREEDY
+    if name == "n-gram":
+        return NGramProposer(2, 1), GREEDY
+    ragged = PrefixProposer(lambda prefix, n: [prefix_hash(prefix, j) % VOCAB for j in range(prefix_hash(prefix, 9) % (n + 1))])
+    return (None, GREEDY) if name == "none" else (ragged, GREEDY)
+
+
+@pytest.mark.parametrize("law", LAWS, ids=str)
+@pytest.mark.parametrize("name", DRAFTING)
+def test_law_of_answers_is_the_targets(target, law, name):
+    samples, length = 4000, 3
+    proposer, draft_law = drafting(name, law)
+    generation = speculative_generate(target, proposer, [PROMPT] * samples, length, 2, law, (EOS,), seed=1, draft_law=draft_law)
+    expected = answer_probabilities(target, law, length)
+    counts = Counter(tuple(result.ids) for result in generation.results)
+    assert counts.keys() <= expected.keys()  # nothing that truncation forbids
+    assert goodness_of_fit(counts, expected, samples) > 1e-3
+
+
+def goodness_of_fit(counts, expected, samples):
+    """p-value of chi-squared, answers expected less than five times thrown together."""
+    frequent = [answer for answer, probability in expected.items() if probability * samples >= 5]
+    observed = [counts[answer] for answer in frequent]
+    wanted = [expected[answer] * samples for answer in frequent]
+    if samples - sum(wanted) > 1:
+        observed.append(samples - sum(observed))
+        wanted.append(samples - sum(wanted))
+    return stats.chisquare(observed, np.array(wanted) * (samples / sum(wanted))).pvalue
+
+
+@pytest.mark.parametrize("law", LAWS, ids=str)
+@pytest.mark.parametrize("name", ["drawn", "arg max"])
+def test_first_draft_is_accepted_with_chance_one_minus_tv(target, law, name):
+    """Over all first anchors: a round at anchor x accepts its first draft with chance Σ min(p(·|x), q(·|prompt, x))."""
+    proposer, draft_law = drafting(name, law)
+    results = speculative_generate(target, proposer, [PROMPT] * 6000, 4, 2, law, seed=2, draft_law=draft_law).results
+    draft_table = truncated_log_probs(proposer.logits_VV, draft_law).exp()
+    for anchor in range(VOCAB):
+        accepted = [result.rounds[0].accepted >= 1 for result in results if result.ids[0] == anchor]
+        if len(accepted) < 50:
+            continue
+        overlap = torch.minimum(draft_table[anchor], next_log_probs(target, [*PROMPT, anchor], law)[-1].exp()).sum().item()
+        assert abs(np.mean(accepted) - overlap) < 4 * math.sqrt(overlap * (1 - overlap) / len(accepted)) + 1e-9
+
+
+@pytest.mark.parametrize("law", LAWS[:2], ids=str)
+@pytest.mark.parametrize("name", ["drawn", "arg max"])
+@pytest.mark.parametrize("eos_ids", [(), (EOS,)])
+def test_walk_over_the_answers_has_the_loops_law(target, law, name, eos_ids):
+    samples, length, n = 1500, 7, 3
+    proposer, draft_law = drafting(name, law)
+    results = speculative_generate(target, proposer, [PROMPT] * samples, length, n, law, eos_ids, seed=3, draft_law=draft_law).results
+    seen = {tuple(result.ids): result for result in results}
+    known = {ids: walkable(target, result, law, proposer.logits_VV, draft_law, n) for ids, result in seen.items()}
+    spans = [known[tuple(result.ids)] for result in results]
+    rng = np.random.default_rng(0)
+    walked = [walk(span, n, rng) for span in spans]
+    if name == "arg max":
+        assert walked == [result.rounds for result in results]  # nothing is left to chance
+        return
+    looped = Counter(tuple((r.accepted, r.cut) for r in result.rounds) for result in results)
+    again = Counter(tuple((r.accepted, r.cut) for r in rounds) for rounds in walked)
+    frequent = [outcome for outcome in looped if looped[outcome] + again[outcome] >= 20]
+    table = [
+        [counter[outcome] for outcome in frequent] + [samples - sum(counter[outcome] for outcome in frequent)]
+        for counter in (looped, again)
+    ]
+    assert len(frequent) >= 8
+    assert stats.chi2_contingency([row for row in np.array(table).T if row.sum()]).pvalue > 1e-3
+
+    expected, measured = expected_walk(spans, n), acceptance([result.rounds for result in results])
+    per_answer = np.array(
+        [[sum(not r.cut for r in result.rounds), sum(r.accepted for r in result.rounds if not r.cut)] for result in results]
+    )
+    errors = 4 * per_answer.std(axis=0) * math.sqrt(samples)
+    assert abs(measured.rounds - expected.rounds) < errors[0]
+    assert abs(measured.accepted_tokens - expected.accepted_tokens) < errors[1]
+
+
+def walkable(target, result, law, draft_logits, draft_law, n):
+    """Acceptance probabilities of every anchor and slot of an answer. The bigram drafter's law of a token needs only the token before it."""
+    ids = torch.tensor(result.ids)
+    log_q = next_log_probs(target, [*PROMPT, *result.ids], law)[len(PROMPT) - 1 : -1].gather(1, ids[:, None])[:, 0]
+    log_p = truncated_log_probs(draft_logits, draft_law)[ids[:-1], ids[1:]]
+    chance = acceptance_probability(log_p, log_q[1:]).numpy()  # chance[t]: token t + 1 of the answer, drafted after token t
+    accept = np.zeros((len(ids), n))
+    for i, j in itertools.product(range(len(ids)), range(n)):
+        if i + j < len(chance):
+            accept[i, j] = chance[i + j]
+    return Span(len(PROMPT), accept, result.finish_reason == "stop")
+
+
+@pytest.mark.parametrize("name", ["drawn", "n-gram", "ragged"])
+def test_an_answer_does_not_depend_on_its_neighbours(target, name):
+    law = Law(1.2, top_p=0.95)
+    proposer, draft_law = drafting(name, law)
+    prompts = [[1, 2, 1, 2, 1], [4], [3, 3, 3], [2, 1, 0, 4, 2, 1]]
+
+    def answers(which, **how):
+        chosen = [prompts[i] for i in which]
+        results = speculative_generate(
+            target, proposer, chosen, 20, 3, law, (EOS,), seed=7, draft_law=draft_law, streams=which, **how
+        ).results
+        return dict(zip(which, results, strict=True))
+
+    together = answers([0, 1, 2, 3])
+    assert answers([0, 1, 2, 3], batch_size=1) == together
+    assert answers([3, 1]) == {3: together[3], 1: together[1]}
+
+
+def test_streams_and_seeds_differ(target):
+    def ids(seed, stream):
+        return speculative_generate(target, None, [PROMPT], 30, 0, Law(1.0), seed=seed, streams=[stream]).results[0].ids
+
+    assert ids(0, 0) == ids(0, 0)
+    assert len({tuple(ids(seed, stream)) for seed in (0, 1) for stream in (0, 1)}) == 4

@@ -1,0 +1,107 @@
+"""Attention while unrolling: every backend against a loop over queries that collects the keys each may see."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from spectrain.drafters.attention import ColumnLayout, unrolled_attention
+
+N, G, D = 4, 2, 16  # flex wants head sizes of 16 or more
+
+# (document lengths, counted columns): gaps, documents without queries, a single column, an edge of two blocks of 128.
+LAYOUTS = {
+    "one document": ([6], [2, 3, 4]),
+    "several, one without queries": ([4, 3, 5, 1], [1, 2, 7, 8, 10]),
+    "first and last column": ([3, 3], [0, 5]),
+    "longer than a block": ([70, 90], [*range(60, 69), *range(100, 160, 7)]),
+}
+
+
+class Case:
+    def __init__(self, name: str, own: int, dtype: torch.dtype = torch.float64, device: str = "cpu") -> None:
+        lengths, columns = LAYOUTS[name]
+        generator = torch.Generator().manual_seed(7)
+        self.columns = columns
+        self.document_ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(device)
+        t, m = sum(lengths), len(columns)
+        shapes = [(m, N, D), (t, G, D), (t, G, D), *[(m, G, D)] * (2 * own)]
+        tensors = [2 * torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+        self.inputs = [x.to(device, dtype).requires_grad_() for x in tensors]
+        self.d_out = torch.randn(m, N, D, generator=generator, dtype=torch.float64).to(device, dtype)
+
+    def parts(self) -> tuple[Tensor, Tensor, Tensor, list[Tensor], list[Tensor]]:
+        q, k0, v0, *rest = self.inputs
+        return q, k0, v0, rest[0::2], rest[1::2]
+
+    def run(self, backend: str) -> Tensor:
+        layout = ColumnLayout.build(torch.tensor(self.columns, device=self.document_ids.device), self.document_ids)
+        return unrolled_attention(*self.parts(), layout, backend)
+
+    def gradients(self, out: Tensor) -> list[Tensor]:
+        return list(torch.autograd.grad(out, self.inputs, self.d_out))
+
+    def twin(self) -> Tensor:
+        q, k0, v0, own_k, own_v = self.parts()
+        rows = []
+        for m, column in enumerate(self.columns):
+            seen = [c for c in range(column + 1) if self.document_ids[c] == self.document_ids[column]]
+            heads = []
+            for n in range(N):
+                g = n // (N // G)
+                keys = torch.stack([k0[c, g] for c in seen] + [k[m, g] for k in own_k])
+                values = torch.stack([v0[c, g] for c in seen] + [v[m, g] for v in own_v])
+                heads.append(torch.softmax(keys @ q[m, n] / math.sqrt(D), 0) @ values)
+            rows.append(torch.stack(heads))
+        return torch.stack(rows)
+
+
+@pytest.mark.parametrize("own", [0, 1, 3])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+def test_forward_and_backward(backend: str, layout: str, own: int) -> None:
+    case = Case(layout, own)
+    found, expected = case.run(backend), case.twin()
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    for ours, theirs in zip(case.gradients(found), case.gradients(expected), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("own", [0, 2])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_flex_forward(layout: str, own: int) -> None:
+    case = Case(layout, own, torch.float32)
+    case.inputs = [x.detach() for x in case.inputs]  # it has no backward pass on a CPU
+    torch.testing.assert_close(case.run("flex"), case.twin(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="flex attention has no backward pass on a CPU")
+@pytest.mark.parametrize("own", [0, 2])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_flex_on_a_gpu_forward_and_backward(layout: str, own: int) -> None:
+    case = Case(layout, own, torch.float32, "cuda")
+    found, expected = case.run("flex"), case.twin()
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+    for ours, theirs in zip(case.gradients(found), case.gradients(expected), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=2e-4)
+
+
+@pytest.mark.parametrize("own", [0, 2])
+@pytest.mark.parametrize("backend", ["eager", "sdpa", "flex"])
+def test_without_queries_there_is_nothing(backend: str, own: int) -> None:
+    document_ids = torch.tensor([0, 0, 1])
+    q, k, own_k = torch.zeros(0, N, D), torch.randn(3, G, D), [torch.zeros(0, G, D)] * own
+    out = unrolled_attention(q, k, k, own_k, own_k, ColumnLayout.build(torch.zeros(0, dtype=torch.long), document_ids), backend)
+    assert out.shape == (0, N, D)
+
+
+def test_one_layout_serves_several_calls() -> None:
+    """Masks are kept in the layout; steps of different depth must not disturb each other."""
+    layout = ColumnLayout.build(torch.tensor(LAYOUTS["one document"][1]), torch.zeros(6, dtype=torch.long))
+    for backend in ("eager", "sdpa"):
+        for own in (0, 2, 1, 0):
+            case = Case("one document", own)
+            torch.testing.assert_close(unrolled_attention(*case.parts(), layout, backend), case.twin(), rtol=1e-10, atol=1e-12)
