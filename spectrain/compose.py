@@ -173,7 +173,7 @@ def _sweep_settings(parsed: Sequence[Override], scratch: Path | None) -> list[st
     fixed = [str(override.get_key_element()) for override in parsed if not override.is_sweep_override()]
     fixed = [key for key in fixed if not key.startswith("hydra")]
     # A value with a slash (a path) would make folders of folders, and no swept value at all makes no name: number those.
-    named = swept and not any("/" in override.input_line for override in swept)  # type: ignore[operator]
+    named = bool(swept) and not any("/" in str(override.input_line) for override in swept)
     return [
         "hydra.output_subdir=null",
         f"hydra.sweep.dir={_quoted(str(scratch))}" if scratch else "hydra.sweep.dir=${run.dir}",

@@ -184,7 +184,7 @@ class TrainerConfig:
     gradient_accumulation: int = 1  # forward passes per optimiser step
     optimizer: str = "adamw"  # adamw, muon (2-D body matrices; the rest by AdamW)
     learning_rate: float = 1e-3
-    muon_learning_rate: float = 2e-2
+    muon_learning_rate: float = 2e-3  # updates are scaled to the size of AdamW's, so rates are alike
     weight_decay: float = 0.0
     beta1: float = 0.9
     beta2: float = 0.95

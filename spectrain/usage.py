@@ -113,7 +113,7 @@ VERBS = {
         Verb(
             name="inspect",
             summary="look at stored responses",
-            detail="`spectrain inspect responses` prints documents, with the tokens that the target generated (what is trained on) coloured.",
+            detail="`spectrain inspect responses` prints documents; what the target generated, and a drafter is trained on, is coloured.",
             reads="responses/",
             writes="nothing",
             sections=("run",),

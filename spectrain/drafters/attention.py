@@ -73,6 +73,8 @@ def unrolled_attention(
 
     Returns [M, N, d].
     """
+    if len(q_MNd) == 0:
+        return q_MNd  # a batch in which no column counts; flex_attention cannot do it
     return {"eager": _eager, "sdpa": _sdpa, "flex": _flex}[backend](q_MNd, k0_TGd, v0_TGd, own_k, own_v, layout)
 
 

@@ -114,17 +114,20 @@ def _measure(context: Context) -> tuple[EvaluationRecord, list[Answer]]:
     walked = walk_same_prompts(context, conversations, drafter)
     baseline: list[PromptResult] | None = None
     for method in methods:
-        answers = _answer_all(context, conversations, method)
+        answers, timing = _answer_all(context, conversations, method)
         results = [answer.result for answer in answers]
-        baseline = results if method.name == "none" else baseline
         record = build_record(
             _conditions(context, method),
             results,
             baseline,
             walked if method.drafter is not None else None,
-            _peak_memory_bytes(context),
+            draft_s_per_round=timing.draft_s / timing.rounds if method.proposer is not None and timing.rounds else None,
+            verify_s_per_round=timing.verify_s / timing.rounds if timing.rounds else None,
+            peak_memory_bytes=_peak_memory_bytes(context),
         )
         record.write(context.run_dir.eval)
+        if method.name == "none":
+            baseline = results
     return record, answers
 
 
@@ -148,27 +151,33 @@ def _conditions(context: Context, method: _Method) -> Conditions:
     )
 
 
-def _answer_all(context: Context, conversations: Sequence[Conversation], method: _Method) -> list[Answer]:
-    """Answers of one method to all conversations, ``suite.concurrency`` of them decoded together."""
+def _answer_all(context: Context, conversations: Sequence[Conversation], method: _Method) -> tuple[list[Answer], LoopTiming]:
+    """Answers of one method to all conversations, ``suite.concurrency`` of them decoded together, and where the time went."""
     first_ids = context.template.first_prompt_ids(conversations[0])
     _decode(context, method, [first_ids], [_WARM_UP_TOKENS], [0], lambda tokens: None)  # memory and kernels, off the clock
     size = context.config.suite.concurrency
     answers: list[Answer] = []
-    limit = len(conversations) * _max_new_tokens(context)
+    total = LoopTiming()
+    limit = sum(len(conversation.turns) for conversation in conversations) * _max_new_tokens(context)
     with ProgressBar(f"eval {method.name}", total=limit, unit="tokens") as bar:
         for batch, first in enumerate(range(0, len(conversations), size)):
             group = conversations[first : first + size]
-            answers += _answer_group(context, method, group, first, batch if size > 1 else None, bar.advance)
-    return answers
+            answers += _answer_group(context, method, group, first, batch if size > 1 else None, bar.advance, total)
+    return answers, total
 
 
 def _answer_group(
-    context: Context, method: _Method, group: Sequence[Conversation], first: int, batch: int | None, on_tokens: Callable[[int], None]
+    context: Context,
+    method: _Method,
+    group: Sequence[Conversation],
+    first: int,
+    batch: int | None,
+    on_tokens: Callable[[int], None],
+    total: LoopTiming,
 ) -> list[Answer]:
     """All turns of a few conversations. A conversation ends early when an answer was cut off: there is no turn after it."""
     ids = [context.template.first_prompt_ids(conversation) for conversation in group]
     turns: list[list[tuple[list[int], GenerationResult]]] = [[] for _ in group]
-    timing = LoopTiming()
     seconds = 0.0
     for turn in range(max(len(conversation.turns) for conversation in group)):
         rows = [row for row, conversation in enumerate(group) if turn < len(conversation.turns) and (turn == 0 or _goes_on(turns[row]))]
@@ -179,28 +188,26 @@ def _answer_group(
                 ids[row] = ids[row] + context.template.next_prompt_ids(group[row], turn, ids[row])
         limits = [_limit(context, group[row], ids[row]) for row in rows]
         start_s = time.perf_counter()
-        results, spent = _decode(context, method, [ids[row] for row in rows], limits, [first + row for row in rows], on_tokens)
+        results, timing = _decode(context, method, [ids[row] for row in rows], limits, [first + row for row in rows], on_tokens)
         seconds += time.perf_counter() - start_s
-        timing = LoopTiming(timing.rounds + spent.rounds, 0.0, timing.draft_s + spent.draft_s, timing.verify_s + spent.verify_s)
+        for name, value in vars(timing).items():
+            setattr(total, name, getattr(total, name) + value)
         for row, result in zip(rows, results, strict=True):
             turns[row].append((ids[row], result))
             ids[row] = ids[row] + result.ids
-    return [
-        Answer(
-            conversation=conversation,
-            turns=turns[row],
-            result=PromptResult(
-                key=conversation.prompt_digest(),
-                rounds=[round_ for _, result in turns[row] for round_ in result.rounds],
-                output_ids=[token for _, result in turns[row] for token in result.ids],
-                seconds=seconds / len(group),
-                draft_s=timing.draft_s / len(group),
-                verify_s=timing.verify_s / len(group),
-                batch=batch,
-            ),
-        )
-        for row, conversation in enumerate(group)
-    ]
+    return [_answer(conversation, turns[row], seconds / len(group), batch) for row, conversation in enumerate(group)]
+
+
+def _answer(conversation: Conversation, turns: list[tuple[list[int], GenerationResult]], seconds: float, batch: int | None) -> Answer:
+    results = [result for _, result in turns]
+    figures = PromptResult(
+        key=conversation.prompt_digest(),
+        rounds=[round_ for result in results for round_ in result.rounds],
+        output_ids=[token for result in results for token in result.ids],
+        seconds=seconds,
+        batch=batch,
+    )
+    return Answer(conversation, turns, figures)
 
 
 def _goes_on(turns: list[tuple[list[int], GenerationResult]]) -> bool:

@@ -47,9 +47,8 @@ def fit(context: Context) -> float | None:
         return context.run_dir.outputs("fit").get("walk_acceptance_length")
     with context.run_dir.running(decision) as outputs:
         outputs |= _train(context)
-    say(
-        f"fit: step {outputs['step']} of {outputs['steps']} is the best, acceptance length {outputs['walk_acceptance_length']:.3f} by the walk"
-    )
+    best, length = f"step {outputs['step']} of {outputs['steps']}", outputs["walk_acceptance_length"]
+    say(f"fit: {best} is the best, acceptance length {length:.3f} by the walk")
     return outputs["walk_acceptance_length"]
 
 

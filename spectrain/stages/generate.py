@@ -46,9 +46,8 @@ def generate(context: Context) -> None:
         if todo:
             _generate(context, store, todo, len(conversations))
         outputs |= {"responses": len(context.splits), **_counts(store.load(list(context.splits)))}
-    say(
-        f"generate: {outputs['responses']} responses, {outputs['generated_tokens']:,} generated tokens, {outputs['cut_off']} cut off at the limit"
-    )
+    made = f"{outputs['responses']} responses, {outputs['generated_tokens']:,} generated tokens"
+    say(f"generate: {made}, {outputs['cut_off']} answers cut off at the limit")
 
 
 def _generate(context: Context, store: ResponseStore, todo: list[tuple[Conversation, str]], total: int) -> None:

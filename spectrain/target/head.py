@@ -96,6 +96,10 @@ class TargetHead(nn.Module):
         """[...] ids to [..., H] as they enter the residual stream, the family's embedding scale included (``embed_weight`` lacks it)."""
         return self.math.scale_embeddings(functional.embedding(ids, self.embed_weight))
 
+    def embed_rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """[...] ids to plain rows of ``embed_weight`` [..., H], without the family's scale: what vLLM lends to a drafter."""
+        return functional.embedding(ids, self.embed_weight)
+
     def post_norm(self, last_hidden: torch.Tensor) -> torch.Tensor:
         """The final norm: [..., H] to [..., H], computed in float32, in the head's own type."""
         return self.math.normalise(last_hidden, self.norm_weight)

@@ -81,7 +81,7 @@ def reference_loss(drafter: Any, head: Any, batch: Any) -> torch.Tensor:
     keys, values, total = [], [], torch.zeros(())
     for k in range(STEPS_K):
         ids = batch.input_ids_T[(columns + 1 + k).clamp(max=t - 1)]
-        residual, x = layer.attention_input(feature, head.embed(ids))
+        residual, x = layer.attention_input(feature, head.embed_rows(ids))
         cos_sin = drafter.rotary.cos_sin(batch.position_ids_T + k)
         key, value = layer.self_attn.keys_values(x, cos_sin)
         keys.append(key.repeat_interleave(HEADS // KV_HEADS, 1))

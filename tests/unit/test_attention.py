@@ -10,6 +10,7 @@ from torch import Tensor
 
 from spectrain.drafters.attention import ColumnLayout, unrolled_attention
 
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 N, G, D = 4, 2, 16  # flex wants head sizes of 16 or more
 
 # (document lengths, counted columns): gaps, documents without queries, a single column, an edge of two blocks of 128.

@@ -118,7 +118,7 @@ def _columns(
     cache.reserve(end)
     visible_B1TS = (torch.arange(end, device=ids_BT.device) <= slots_BT[..., None])[:, None]
     cos_sin = rotary.cos_sin(slots_BT)
-    embedding_BTH = head.embed(ids_BT).to(feature_BTH.dtype)
+    embedding_BTH = head.embed_rows(ids_BT).to(feature_BTH.dtype)
     stream = feature_BTH
     for layer, keys, values in zip(body.layers, cache.keys, cache.values, strict=True):
         residual, x = layer.attention_input(stream, embedding_BTH)

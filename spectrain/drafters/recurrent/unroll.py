@@ -57,7 +57,7 @@ def unroll(body: Eagle3Body, rotary: Rotary, head: TargetHead, batch: PackedBatc
     feature_TH = body.fuse(batch.taps_TAH)
     # Step 0 on every column. The last column of a document pairs with a token of the next one: no query ever sees that key.
     next_T = batch.input_ids_T.roll(-1)
-    embedding_TH = head.embed(next_T).to(feature_TH.dtype)
+    embedding_TH = head.embed_rows(next_T).to(feature_TH.dtype)
     cos_sin_T = rotary.cos_sin(batch.position_ids_T)
     keys: list[tuple[Tensor, Tensor]] = []
     stream_TH = feature_TH
@@ -77,7 +77,7 @@ def unroll(body: Eagle3Body, rotary: Rotary, head: TargetHead, batch: PackedBatc
     own: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in body.layers]
     for step in range(1, len(columns.valid_KM)):
         out_MH = body.feed_back(out_MH, normed_KMH[-1])
-        embedding_MH = head.embed(batch.input_ids_T[(query_M + 1 + step).clamp(max=last)]).to(out_MH.dtype)
+        embedding_MH = head.embed_rows(batch.input_ids_T[(query_M + 1 + step).clamp(max=last)]).to(out_MH.dtype)
         cos_sin_M = rotary.cos_sin(batch.position_ids_T[query_M] + step)
         for layer, (k_TGd, v_TGd), (own_k, own_v) in zip(body.layers, keys, own, strict=True):
             residual_MH, x_M = layer.attention_input(out_MH, embedding_MH)

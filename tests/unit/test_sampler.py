@@ -1,0 +1,72 @@
+"""Which documents each rank trains at each step: all of them, once an epoch, whatever the number of ranks and micro-batches."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spectrain.config import TrainerConfig
+from spectrain.training.sampler import StepSampler
+
+LENGTHS = [5, 9, 13, 7, 11, 6, 8, 12, 10, 4, 14, 3, 9]
+
+
+def samplers(world: int, lengths: list[int] = LENGTHS, **options: Any) -> list[StepSampler]:
+    config = TrainerConfig(**{"row_tokens": 16, "epochs": 2, **options})
+    return [StepSampler(lengths, config, rank, world) for rank in range(world)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(1, 20), min_size=1, max_size=40),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(1, 3),
+)
+def test_every_epoch_has_every_document_once(lengths: list[int], world: int, accumulation: int, rows: int, epochs: int) -> None:
+    ranks = samplers(world, lengths, gradient_accumulation=accumulation, rows_per_batch=rows, epochs=epochs)
+    assert len({tuple(r.steps_per_epoch) for r in ranks}) == 1
+    seen = {epoch: Counter() for epoch in range(epochs)}
+    for step in range(ranks[0].total_steps):
+        plans = [rank[step] for rank in ranks]
+        assert len({plan.epoch for plan in plans}) == 1
+        # Ranks take part in the same number of passes: one that had more would wait for the others for ever.
+        assert len({len(plan.micro_batches) for plan in plans}) == 1
+        assert 1 <= len(plans[0].micro_batches) <= accumulation
+        # The first rank always has something to do: a pass without any rows at all would be wasted.
+        assert all(plans[0].micro_batches)
+        for plan in plans:
+            seen[plan.epoch].update(d for micro in plan.micro_batches for d in micro)
+    for counter in seen.values():
+        assert counter == Counter(range(len(lengths)))
+
+
+def step_sets(world: int, **options: Any) -> list[Counter]:
+    ranks = samplers(world, **options)
+    return [Counter(d for rank in ranks for micro in rank[step].micro_batches for d in micro) for step in range(ranks[0].total_steps)]
+
+
+def test_a_global_batch_does_not_depend_on_how_it_is_split() -> None:
+    whole = step_sets(1, rows_per_batch=4)
+    for world, accumulation, rows in ((1, 4, 1), (1, 2, 2), (2, 2, 1), (4, 1, 1), (2, 1, 2)):
+        assert step_sets(world, gradient_accumulation=accumulation, rows_per_batch=rows) == whole
+
+
+def test_epochs_differ_and_a_step_needs_no_history() -> None:
+    (sampler,) = samplers(1)
+    first, second = sampler.steps_per_epoch
+    assert [sampler[step].epoch for step in range(first + second)] == [0] * first + [1] * second
+    assert [sampler[step] for step in range(first)] != [sampler[step] for step in range(first, 2 * first)]
+    (again,) = samplers(1)
+    assert again[first + 1] == sampler[first + 1]
+
+
+@pytest.mark.parametrize(("max_steps", "expected"), [(3, 3), (10_000, None), (None, None)])
+def test_max_steps_cuts_and_never_extends(max_steps: int | None, expected: int | None) -> None:
+    (sampler,) = samplers(1, max_steps=max_steps)
+    assert sampler.total_steps == (sum(sampler.steps_per_epoch) if expected is None else expected)
