@@ -45,6 +45,8 @@ def check_config(config: SpectrainConfig, verb: str) -> None:
         raise ConfigError("no target is chosen: add recipe=quickstart, target=smollm2_135m, or target.path=FOLDER_OR_HUB_ID")
     if not config.run.dir:
         raise ConfigError("run.dir is empty: name the folder of the run")
+    if verb in ("eval", "run") and not config.suite.prompts:
+        raise ConfigError("suite.prompts is empty: name a JSON-lines file, as in suite=jsonl suite.prompts=FILE.jsonl")
     if verb != "eval" and not config.data.train:
         raise ConfigError("no prompts are chosen: add data=quickstart, or data=jsonl data.train=FILE.jsonl")
     _check_lengths(config, verb)

@@ -160,13 +160,16 @@ def _work(verb: str) -> Callable[[Context], float | None]:
 
 
 def _multirun(command: Command) -> None:
-    from spectrain.compose import multirun
+    from spectrain.checks import check_config
+    from spectrain.compose import multirun, sweep_jobs
 
     if command.verb == "plan":
         raise ConfigError("plan takes no -m: plan one configuration at a time")
+    for config in sweep_jobs(command.overrides):  # a mistake in the last job must not wait for the first ones
+        check_config(config, command.verb)
     with tempfile.TemporaryDirectory() as scratch:
         job = partial(_job, command.verb, command.dry_run, _shared_data_dir(command))
-        multirun(command.overrides, job, partial(_check_job, command.verb), Path(scratch) if command.dry_run else None)
+        multirun(command.overrides, job, Path(scratch) if command.dry_run else None)
 
 
 def _shared_data_dir(command: Command) -> Path | None:
@@ -188,12 +191,6 @@ def _shared_data_dir(command: Command) -> Path | None:
 def _changes_data(key: str) -> bool:
     section = key.partition(".")[0]
     return section not in ("trainer", "drafter", "decoding", "suite", "logger") or key in ("drafter", "drafter.taps")
-
-
-def _check_job(verb: str, config: SpectrainConfig) -> None:
-    from spectrain.checks import check_config
-
-    check_config(config, verb)
 
 
 def _job(verb: str, dry_run: bool, data_dir: Path | None, composed: Any) -> float | None:

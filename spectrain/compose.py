@@ -29,7 +29,7 @@ from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException, MissingConfigException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 
 from spectrain.build import build, key_types, suggest, unknown_key
 from spectrain.config import LOSS_NAMES, SpectrainConfig
@@ -78,22 +78,24 @@ def swept(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
     return keys, [line for line, override in zip(lines, parsed, strict=True) if not override.is_sweep_override()]
 
 
-def multirun(
-    overrides: Sequence[str],
-    job: Callable[[DictConfig], float | None],
-    check: Callable[[SpectrainConfig], None],
-    scratch: Path | None = None,
-) -> None:
+def sweep_jobs(overrides: Sequence[str]) -> list[SpectrainConfig]:
+    """The configuration of every job of a sweep that is a plain product; none if another sweeper chooses the values."""
+    _, parsed = _read(overrides)
+    with _one_line():
+        hydra = _hydra(_base_values(parsed))
+        composed = [hydra.compose_config(_PRIMARY, job, run_mode=RunMode.RUN, with_log_configuration=False) for job in _product(parsed)]
+        return [to_config(config) for config in composed]
+
+
+def multirun(overrides: Sequence[str], job: Callable[[DictConfig], float | None], scratch: Path | None = None) -> None:
     """One job for each combination of a sweep, through Hydra's own sweepers and launchers.
 
-    Each job gets its own ``run.dir``: the swept values, as a folder below the ``run.dir`` that was given. Configurations of all jobs
-    pass through ``check`` before the first starts, where the sweep is a plain product. ``scratch`` takes Hydra's folders in a dry run.
+    Each job gets its own ``run.dir``: the swept values, as a folder below the ``run.dir`` that was given. ``scratch`` takes Hydra's
+    folders in a dry run.
     """
     overrides, parsed = _read(overrides)
     with _one_line():
-        hydra = _hydra({})
-        for job_overrides in _product(parsed):
-            check(to_config(hydra.compose_config(_PRIMARY, job_overrides, run_mode=RunMode.RUN, with_log_configuration=False)))
+        hydra = _hydra(_base_values(parsed))
         hydra.multirun(_PRIMARY, job, [*_sweep_settings(parsed, scratch), *overrides], with_log_configuration=False)
 
 
@@ -115,7 +117,7 @@ def _plain(composed: DictConfig) -> dict[str, Any]:
         raise ConfigError("the configuration is not a mapping")
     values.pop("hydra", None)
     with _one_line():
-        resolved = OmegaConf.to_container(OmegaConf.create(values), resolve=True, throw_on_missing=True)
+        resolved = OmegaConf.to_container(OmegaConf.create(values), resolve=True)
     return resolved  # type: ignore[return-value]
 
 
@@ -148,7 +150,7 @@ def _primary_node(base_values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _reused_config(parsed: Sequence[Override]) -> Path | None:
-    if any(override.key_or_group in ("recipe", "target") for override in parsed):
+    if any(override.key_or_group in ("recipe", "target", "target.path") for override in parsed):
         return None
     given = [override.value() for override in parsed if override.key_or_group == "run.dir" and not override.is_sweep_override()]
     file = Path(str(given[-1])).expanduser() / "config.yaml" if given else None
@@ -169,16 +171,17 @@ def _base_values(parsed: Sequence[Override]) -> dict[str, Any]:
 
 def _sweep_settings(parsed: Sequence[Override], scratch: Path | None) -> list[str]:
     """Where Hydra puts the folders of a sweep: into ours, and nothing of its own in them."""
-    swept = [override for override in parsed if override.is_sweep_override() and not str(override.key_or_group).startswith("hydra")]
-    fixed = [str(override.get_key_element()) for override in parsed if not override.is_sweep_override()]
-    fixed = [key for key in fixed if not key.startswith("hydra")]
+    ours = [override for override in parsed if not str(override.key_or_group).startswith("hydra")]
+    swept = [override for override in ours if override.is_sweep_override()]
+    # Values that all jobs share are no part of a job's name. (A key may be given twice, first with one value, then with several.)
+    fixed = {str(override.get_key_element()) for override in ours} - {str(override.get_key_element()) for override in swept}
     # A value with a slash (a path) would make folders of folders, and no swept value at all makes no name: number those.
     named = bool(swept) and not any("/" in str(override.input_line) for override in swept)
     return [
         "hydra.output_subdir=null",
         f"hydra.sweep.dir={_quoted(str(scratch))}" if scratch else "hydra.sweep.dir=${run.dir}",
         "hydra.sweep.subdir=${hydra.job.override_dirname}" if named else "hydra.sweep.subdir=${hydra.job.num}",
-        f"hydra.job.config.override_dirname.exclude_keys=[{','.join(map(_quoted, fixed))}]",
+        f"hydra.job.config.override_dirname.exclude_keys=[{','.join(map(_quoted, sorted(fixed)))}]",
     ]
 
 
@@ -263,8 +266,6 @@ def _one_line() -> Iterator[None]:
         mark = getattr(error, "problem_mark", None)
         place = f"{mark.name}, line {mark.line + 1}: " if mark else ""
         raise ConfigError(f"broken YAML in {place}{getattr(error, 'problem', None) or _first_line(error)}") from error
-    except MissingMandatoryValue as error:
-        raise ConfigError(f"{error.full_key or _first_line(error)} has no value yet: set it on the command line") from error
     except (HydraException, OmegaConfBaseException) as error:
         cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else None
         detail = f" ({_first_line(cause)})" if cause else ""

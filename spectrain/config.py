@@ -152,12 +152,14 @@ class DrafterConfig:
     norm_output: bool = False  # feed back the normed output instead of the residual stream
     unroll_steps: int = 3  # training-time steps K
     attention: str = "auto"  # eager, sdpa, flex; auto: eager on CPU, flex elsewhere
-    init_from_target: bool = True  # start the decoder layer, norm and head from the target's own last layer
+    init: str = "regression"  # regression: solved in closed form on training states; target: parts of the target; random
+    train_head: bool = True  # train the lm_head of a reduced vocabulary; false: it keeps the target's rows
     loss: LossConfig = field(default_factory=LossConfig)
 
     def __post_init__(self) -> None:
         _one_of("drafter.method", self.method, ("eagle3",))
         _one_of("drafter.layer_type", self.layer_type, (None, "llama", "qwen3"))
+        _one_of("drafter.init", self.init, ("regression", "target", "random"))
         _one_of("drafter.attention", self.attention, ("auto", "eager", "sdpa", "flex"))
         if self.taps is not None:
             _require(len(self.taps) > 0, "drafter.taps is empty: name at least one layer")

@@ -30,7 +30,7 @@ from spectrain.errors import InputError, RunError
 from spectrain.files import recover_folder, sync
 
 SCHEMA_VERSION = 1
-_MANIFEST, _CONFIG, _LOCK = "manifest.json", "config.yaml", ".lock"
+_MANIFEST, _LOCK = "manifest.json", ".lock"
 _RECORDED_PACKAGES = ("spectrain", "torch", "transformers", "accelerate", "safetensors", "numpy", "hydra-core")
 
 
@@ -89,6 +89,7 @@ class RunDir:
         self.path = Path(path).expanduser()
         self._locked = False
 
+    config = property(lambda self: self.path / "config.yaml")
     responses = property(lambda self: self.path / "responses")
     states = property(lambda self: self.path / "states")
     checkpoints = property(lambda self: self.path / "checkpoints")
@@ -137,9 +138,6 @@ class RunDir:
         if manifest["target"] != target:
             self._write_manifest(manifest | {"target": dict(target)})
 
-    def write_config(self, text: str) -> None:
-        write_atomically(self.path / _CONFIG, text)
-
     def _write_manifest(self, manifest: Mapping[str, Any]) -> None:
         write_atomically(self.path / _MANIFEST, json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
 
@@ -166,10 +164,10 @@ class RunDir:
             return Decision(name, "resume", f"{grown}; everything needed is there", inputs)
         if grown:
             return Decision(name, "resume", f"{grown}: what is missing is added", inputs)
-        unfinished = entry["status"] == "running"
-        return Decision(
-            name, "resume", "interrupted before, continues" if unfinished else "outputs are missing, they are made again", inputs
-        )
+        if entry["status"] == "running":
+            return Decision(name, "resume", "interrupted before, continues", inputs)
+        # Without growing inputs the outputs are one whole, of which nothing can be added.
+        return Decision(name, "resume" if inputs.growing else "restart", "outputs are missing, they are made again", inputs)
 
     @contextmanager
     def running(self, decision: Decision) -> Iterator[dict[str, Any]]:

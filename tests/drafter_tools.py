@@ -257,13 +257,14 @@ def write_store(folder: Path, documents: Sequence[TargetStates], taps: tuple[int
     return StateStore(folder)
 
 
-def trainer_config(decoding: DecodingConfig = DecodingConfig(), **options: Any) -> SpectrainConfig:
-    return SpectrainConfig(trainer=TrainerConfig(**options), decoding=decoding)
+def trainer_config(decoding: DecodingConfig | None = None, **options: Any) -> SpectrainConfig:
+    return SpectrainConfig(trainer=TrainerConfig(**options), decoding=decoding or DecodingConfig())
 
 
 def make_trainer(folder: Path, drafter: Eagle3, store: Any, config: SpectrainConfig, eos_ids: Sequence[int] = (), **extra: Any) -> Trainer:
     """A trainer on the documents of the store's splits, writing below ``folder``."""
-    AcceleratorState._reset_state(reset_partial_state=True)
+    if "accelerator" not in extra:
+        AcceleratorState._reset_state(reset_partial_state=True)
     return Trainer(
         config,
         FitPaths(folder / "checkpoints", folder / "drafter", folder / "metrics.jsonl"),

@@ -74,7 +74,7 @@ class StateStoreWriter:
                 f"states of {states.key} have no log_normalizer: compute it with TargetHead.log_normalizer before storing them"
             )
         for name in ("taps", "last_hidden"):
-            if not bool(torch.isfinite(getattr(states, name)).all()):
+            if not _is_finite(getattr(states, name)):
                 raise RunError(f"the target computed {name} that are not finite for response {states.key}: try target.dtype=float32")
         length = states.input_ids.shape[0]
         if self._used and self._used + length > self._capacity:
@@ -165,3 +165,8 @@ class StateStoreWriter:
         for path in self.folder.glob("shard-*.safetensors"):
             if path.name not in listed:
                 path.unlink()
+
+
+def _is_finite(x: Tensor) -> bool:
+    """Without a temporary of the size of ``x``; infinities and NaN both show in the extremes."""
+    return x.numel() == 0 or bool(torch.stack(x.aminmax()).isfinite().all())

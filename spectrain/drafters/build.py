@@ -1,8 +1,8 @@
 """A drafter from its configuration, and how it starts.
 
-A drafter is small data's child: with a few hundred documents, where it starts decides how far it gets. The parts of the target that do nearly
-the same job are copied: the head's rows, the final norm, and the last decoder layer (its projections read the feature half; the
-embedding half starts small). Everything is in plain-gain convention, whatever the family's.
+With a few hundred documents, where a drafter starts decides how far it gets. Parts of the target that do nearly the same job are copied:
+the head's rows, the final norm, and the last layer's MLP. All gains are plain in a drafter, whatever the family's convention. Then
+``recurrent/regression.py`` solves for the rest in closed form, if the configuration says so (``drafter.init``).
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ from spectrain.drafters.layers import LayerShape, RMSNorm
 from spectrain.drafters.recurrent.drafter import Eagle3
 from spectrain.drafters.recurrent.eagle3 import Eagle3Shape
 from spectrain.errors import ConfigError
+from spectrain.target.checkpoint import CheckpointReader
 from spectrain.target.head import TargetHead
 from spectrain.target.spec import TargetSpec
 
 _INIT_STD = 0.02
 # Frequencies of one plain rotary embedding. Partial and multi-axis settings of a target describe its own heads, not the drafter's.
-_ROPE_KEYS = ("rope_type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "attention_factor",
-              "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "short_factor", "long_factor", "truncate")  # fmt: skip
+_ROPE_KEYS = frozenset(
+    "rope_type rope_theta factor low_freq_factor high_freq_factor original_max_position_embeddings attention_factor "
+    "beta_fast beta_slow mscale mscale_all_dim short_factor long_factor truncate".split()
+)
 
 
 def layer_shape(config: DrafterConfig, spec: TargetSpec) -> LayerShape:
@@ -81,15 +84,17 @@ def build_drafter(
     """A fresh drafter, initialised and attached to the target's head. Deterministic in ``seed``; float32."""
     drafter = Eagle3(drafter_shape(config, spec), vocab, config.unroll_steps, config.loss, config.attention)
     _initialise(drafter, seed)
-    if config.init_from_target:
+    if config.init != "random":
         _copy_from_target(drafter, spec, head, target_folder)
+    if drafter.shape.owns_head:
+        drafter.body.lm_head.requires_grad_(config.train_head)
     drafter.attach(head)
     return drafter
 
 
 @torch.no_grad()
 def _initialise(drafter: Eagle3, seed: int) -> None:
-    """Linear weights N(0, 0.02), norms 1; fc starts as the mean of the taps plus noise, so that the feature has the target's shape."""
+    """Linear weights N(0, 0.02), norms 1."""
     generator = torch.Generator().manual_seed(seed)
     for module in drafter.modules():
         if isinstance(module, nn.Linear):
@@ -100,18 +105,31 @@ def _initialise(drafter: Eagle3, seed: int) -> None:
 
 @torch.no_grad()
 def _copy_from_target(drafter: Eagle3, spec: TargetSpec, head: TargetHead, folder: Path) -> None:
-    body = drafter.body
+    """Head rows, final norm and, where the shapes agree, the MLP of the target's last decoder layer with its norm."""
+    body, layer = drafter.body, drafter.body.layers[0]
     if drafter.shape.owns_head:
         body.lm_head.weight.copy_(head.lm_head_weight[drafter.draft_ids_D.to(head.lm_head_weight.device)])
-    _copy_if_fits(body.norm.weight, head.norm_weight + 1 if head.one_plus else head.norm_weight)
-    hidden = drafter.shape.layer.hidden_size
-    # The top tap is nearest to what the head reads: the feature starts as that tap.
-    body.fc.weight[:, -hidden:] += torch.eye(hidden)
-    _ = spec, folder
+    offset = 1.0 if head.one_plus else 0.0
+    body.norm.weight.copy_(head.norm_weight + offset)
+    last = _last_layer(spec, head, folder)
+    norm = last.get("post_attention_layernorm.weight")
+    projections = [(getattr(layer.mlp, name).weight, last.get(f"mlp.{name}.weight")) for name in ("gate_proj", "up_proj", "down_proj")]
+    if norm is None or any(source is None or source.shape != own.shape for own, source in projections):
+        return  # a mixture of experts, fused projections, another width: the drafter's own initialisation stands
+    layer.post_attention_layernorm.weight.copy_(norm.float() + offset)
+    for own, source in projections:
+        own.copy_(source)  # type: ignore[arg-type]
 
 
-def _copy_if_fits(parameter: Tensor, source: Tensor | None) -> bool:
-    if source is None or source.shape != parameter.shape:
-        return False
-    parameter.copy_(source.to(parameter))
-    return True
+def _last_layer(spec: TargetSpec, head: TargetHead, folder: Path) -> dict[str, Tensor]:
+    """Tensors of the target's last decoder layer, by their names inside the layer; empty where the checkpoint has other names."""
+    reader = CheckpointReader(folder)
+    family = head.math.family
+    for prefix in family.prefixes:
+        start = f"{prefix}{family.layers}.{spec.num_layers - 1}."
+        names = [
+            name for name in reader.names if name.startswith(start) and "mlp" in name or name == f"{start}post_attention_layernorm.weight"
+        ]
+        if names:
+            return {name.removeprefix(start): reader.get(name) for name in names}
+    return {}

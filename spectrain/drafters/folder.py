@@ -106,7 +106,8 @@ def load_drafter(folder: str | Path) -> Drafter:
     Raises InputError naming the file and the field or tensor that is missing or has the wrong shape.
     """
     folder = Path(folder)
-    recover_folder(folder)
+    if not folder.exists():  # a writer was killed between its two renames; one that is at work must not be disturbed
+        recover_folder(folder)
     config = _read_config(folder)
     shape = _shape_from_config(config, folder)
     tensors = _read_tensors(folder)

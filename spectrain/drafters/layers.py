@@ -125,5 +125,9 @@ class SwiGLU(nn.Module):
         self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
         self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
 
+    def hidden(self, x: Tensor) -> Tensor:
+        """The units [..., I] that ``down_proj`` reads."""
+        return F.silu(self.gate_proj(x)) * self.up_proj(x)
+
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(self.hidden(x))

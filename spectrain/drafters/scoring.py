@@ -12,7 +12,9 @@ from torch import Tensor
 
 from spectrain.data.vocab import DraftVocab
 from spectrain.decoding.verify import Law, truncated_log_probs
+from spectrain.decoding.walk import acceptance_probability
 from spectrain.drafters.losses import CHUNK_BYTES, Teacher
+from spectrain.target.families import at_least_float32
 
 
 def accept_probability(
@@ -45,10 +47,5 @@ def accept_probability(
         log_p_KC = truncated_log_probs(logits_KCD, draft_law).gather(-1, index_KC1)[..., 0]
         log_q_CV = truncated_log_probs(teacher.head.hidden_to_logits(teacher.last_hidden_UH[part]), law)
         log_q_C = log_q_CV.gather(-1, token_U[part, None])[:, 0]
-        accept_KU[:, part] = torch.where(inside_C, (log_p_KC - log_q_C).clamp(max=0).exp(), 0.0)
+        accept_KU[:, part] = torch.where(inside_C, acceptance_probability(log_p_KC, log_q_C), 0.0)
     return accept_KU
-
-
-def at_least_float32(logits: Tensor) -> Tensor:
-    """Logits for softmax and arg max: half precision is widened, float64 (tests) kept."""
-    return logits if logits.dtype == torch.float64 else logits.float()

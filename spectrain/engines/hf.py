@@ -15,7 +15,7 @@ from spectrain.data.prompts import Conversation
 from spectrain.data.responses import Response, Sampling, response_key
 from spectrain.data.states import TargetStates
 from spectrain.engines.hf_capture import capture_states
-from spectrain.engines.hf_generate import Generator
+from spectrain.engines.hf_generate import ResponseGenerator
 from spectrain.target.head import TargetHead
 from spectrain.target.model import TargetModel
 from spectrain.target.resolve import ResolvedTarget
@@ -35,7 +35,8 @@ class HFEngine:
     def generate(
         self, conversations: Sequence[tuple[Conversation, str]], sampling: Sampling, on_tokens: Callable[[int], None] | None = None
     ) -> Iterator[Response]:
-        generator = Generator(self.target, self.template, self.end_ids, sampling, self.max_length, self.config.batch_size, on_tokens)
+        limits = (self.max_length, self.config.batch_size, self.config.capture_tokens)
+        generator = ResponseGenerator(self.target, self.template, self.end_ids, sampling, *limits, on_tokens)
         keys = [self.response_key(conversation, sampling) for conversation, _ in conversations]
         return generator.run(generator.prepare(conversations, keys))
 

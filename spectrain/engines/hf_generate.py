@@ -74,8 +74,11 @@ class Dialogue:
         return Response(self.conversation, ids, mask, self.finish_reason, sampling, self.conversation.domain, self.split, self.key)
 
 
-class Generator:
-    """Answers conversations under one ``Sampling``: ``run(prepare(conversations, keys))``."""
+class ResponseGenerator:
+    """Answers conversations under one ``Sampling``: ``run(prepare(conversations, keys))``.
+
+    ``batch_size`` rows decode together; at most ``prefill_tokens`` (or one prompt) are prefilled at a time, which bounds memory.
+    """
 
     def __init__(
         self,
@@ -85,11 +88,12 @@ class Generator:
         sampling: Sampling,
         max_length: int,
         batch_size: int,
+        prefill_tokens: int,
         on_tokens: Callable[[int], None] | None = None,
     ) -> None:
         self._target, self._template, self._end_ids = target, template, frozenset(end_ids)
         self._sampling, self._law = sampling, Law(sampling.temperature, sampling.top_p, sampling.top_k)
-        self._max_length, self._batch_size, self._on_tokens = max_length, batch_size, on_tokens
+        self._max_length, self._batch_size, self._prefill_tokens, self._on_tokens = max_length, batch_size, prefill_tokens, on_tokens
 
     def prepare(self, conversations: Sequence[tuple[Conversation, str]], keys: Sequence[str]) -> list[Dialogue]:
         """Tokenise all conversations, so that every one that cannot be answered is found before the first token is generated.
@@ -134,7 +138,9 @@ class Generator:
         while waiting or rows:
             free = self._batch_size - len(rows)
             if waiting and (not rows or 4 * free >= self._batch_size):
-                joining = [waiting.pop() for _ in range(min(free, len(waiting)))]
+                # Longest first, so the first one sets the width. Prompts that do not fit now join in the next round.
+                fitting = max(1, self._prefill_tokens // len(waiting[-1].ids))
+                joining = [waiting.pop() for _ in range(min(free, fitting, len(waiting)))]
                 cache = self._prefill(joining, cache)
                 rows += joining
             elif cache is not None:

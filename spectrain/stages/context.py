@@ -21,7 +21,7 @@ from spectrain.data.states import StoreMeta
 from spectrain.engines.base import Engine
 from spectrain.engines.hf import HFEngine
 from spectrain.errors import RunError
-from spectrain.run_dir import RunDir
+from spectrain.run_dir import RunDir, write_atomically
 from spectrain.target.model import TargetModel, choose_device, choose_dtype
 from spectrain.target.resolve import ResolvedTarget, TargetSource, resolve_target
 from spectrain.target.spec import TargetSpec
@@ -163,10 +163,12 @@ class Context:
 
     def open_run_dir(self) -> None:
         """Called once the directory is locked: binds it to the target and writes ``config.yaml``."""
-        identity = {"id": self.target.id, "revision": self.target.revision, "path": self.config.target.path}
-        self.run_dir.check({name: identity[name] for name in ("id", "revision")})
+        identity = {"id": self.target.id, "revision": self.target.revision}
+        self.run_dir.check(identity)
         self.run_dir.set_target(identity)
-        self.run_dir.write_config(config_yaml(self.config))
+        # A measurement under other settings must not change what the next `fit` here starts from.
+        if self.verb != "eval" or not self.run_dir.config.exists():
+            write_atomically(self.run_dir.config, config_yaml(self.config))
 
 
 def config_yaml(config: SpectrainConfig) -> str:

@@ -11,11 +11,15 @@ import numpy as np
 
 from spectrain.build import flatten
 from spectrain.console import ProgressBar, say
+from spectrain.data.packing import PackedBatch, pack_batch, pack_rows
 from spectrain.data.states import StateStore
 from spectrain.data.vocab import DraftVocab, build_vocab
+from spectrain.drafters.recurrent.drafter import Eagle3
 from spectrain.run_dir import Decision, Inputs, file_digest
 from spectrain.stages import capture
 from spectrain.stages.context import Context
+
+START_ROW_TOKENS = 4096
 
 # Settings that change what is logged or kept, not what is trained.
 _NO_INPUTS = {"trainer.log_every_steps", "trainer.keep_checkpoints", "trainer.checkpoint_every_steps"}
@@ -70,6 +74,8 @@ def _train(context: Context) -> dict[str, Any]:
     else:
         vocab = build_vocab(_tokens(store, train), config.drafter.draft_vocab_size, context.spec.vocab_size)
         drafter = build_drafter(config.drafter, context.spec, vocab, head, context.target.folder, config.trainer.seed)
+        if config.drafter.init == "regression":
+            _start(drafter, store, train)
     coverage = _coverage(store, heldout, vocab)
     say(f"fit: {len(train)} documents, draft vocabulary of {len(vocab.ids_D):,} covers {coverage:.2%} of the held-out generated tokens")
     trainer = Trainer(
@@ -95,6 +101,18 @@ def _train(context: Context) -> dict[str, Any]:
         "coverage": coverage,
         "weights": file_digest(run_dir.drafter / "model.safetensors")[:16],
     }
+
+
+def _start(drafter: Eagle3, store: StateStore, train: list[int]) -> None:
+    """Solve for the drafter's start on training documents. Cheap beside training, and the same on every rank and after every resume."""
+
+    def batches() -> Iterator[PackedBatch]:
+        for row in pack_rows([int(store.lengths[number]) for number in train], START_ROW_TOKENS, seed=0, epoch=0):
+            yield pack_batch([store[train[index]] for index in row])
+
+    columns = drafter.start(batches)
+    note = f"solved on {columns:,} columns" if columns else "too few columns to solve for one, so it starts from the target's parts alone"
+    say(f"fit: closed-form start {note}")
 
 
 def _verify(store: StateStore) -> None:

@@ -113,7 +113,7 @@ class MachineSpeed:
 
 
 def measure_speed(context: Context) -> MachineSpeed:
-    """A matrix product for arithmetic, a matrix-vector product for memory; about a tenth of a second."""
+    """A matrix product for arithmetic, a matrix-vector product for memory; a few tenths of a second."""
     import torch
 
     from spectrain.target.model import choose_device
@@ -126,7 +126,7 @@ def measure_speed(context: Context) -> MachineSpeed:
 
     def seconds(work: object) -> float:
         best = float("inf")
-        for _ in range(4):
+        for _ in range(8):
             start = time.perf_counter()
             work()  # type: ignore[operator]
             if device.type == "cuda":
@@ -179,7 +179,7 @@ def show_plan(context: Context, verb: str) -> None:
     if verb in ("eval", "run", "plan"):
         lines.append(("suite", f"{config.suite.name}: {config.suite.prompts}, at most {config.suite.max_prompts} prompts"))
     lines += [("stage", str(decision)) for decision in _decisions(context, verb)]
-    if context.spec_or_none is not None and context.prompts_or_none is not None:
+    if verb != "eval" and context.spec_or_none is not None and context.prompts_or_none is not None:
         lines += _cost_lines(context)
     table = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
     for name, text in lines:

@@ -112,21 +112,26 @@ class HeadMath:
 
     def normalise(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """The final norm over the last dimension, computed in float32 and returned in the type of ``weight``."""
-        hidden = hidden.float()
+        hidden = at_least_float32(hidden)
         if self.family.norm == "layer":
             hidden = hidden - hidden.mean(-1, keepdim=True)
         hidden = hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + self.eps)
-        gain = weight.float()
+        gain = weight.to(hidden.dtype)
         return (hidden * (1.0 + gain if self.family.one_plus else gain)).to(weight.dtype)
 
     def transform_logits(self, raw: torch.Tensor) -> torch.Tensor:
         """The output of lm_head, any shape, to float32 logits: factor, then soft-cap. Elementwise, so any part of a vocabulary will do."""
-        logits = raw.float()
+        logits = at_least_float32(raw)
         if self.logit_scale != 1.0:
             logits = logits * self.logit_scale
         if self.soft_cap is not None:
             logits = self.soft_cap * torch.tanh(logits / self.soft_cap)
         return logits
+
+
+def at_least_float32(x: torch.Tensor) -> torch.Tensor:
+    """Half precision widened to float32; float64, which tests use, kept."""
+    return x if x.dtype == torch.float64 else x.float()
 
 
 def head_math(hf_config: Any) -> HeadMath:

@@ -62,22 +62,28 @@ def _checkpoints(folder: Path) -> list[Path]:
 
 
 def _optimizer_tensors(model: nn.Module, optimizers: list[Optimizer]) -> dict[str, Tensor]:
-    """Moments keyed ``number/parameter/moment``: by the parameter's name, so that group order does not matter."""
+    """Moments keyed ``optimiser/parameter/moment``: by names, so that group order does not matter."""
     names = {id(p): name for name, p in model.named_parameters()}
     return {
-        f"{number}/{names[id(parameter)]}/{key}": value.detach().cpu().contiguous()
-        for number, optimizer in enumerate(optimizers)
+        f"{type(optimizer).__name__}/{names[id(parameter)]}/{key}": value.detach().cpu().contiguous()
+        for optimizer in optimizers
         for parameter, moments in optimizer.state.items()
         for key, value in moments.items()
     }
 
 
 def _restore_optimizers(model: nn.Module, optimizers: list[Optimizer], tensors: dict[str, Tensor], path: Path) -> None:
-    parameters = dict(model.named_parameters())
-    for key, value in tensors.items():
-        number, name, moment = key.split("/")
-        if int(number) >= len(optimizers) or name not in parameters:
-            raise InputError(f"{path} was written by another optimiser: remove the folder to start anew")
-        parameter = parameters[name]
+    names = {id(p): name for name, p in model.named_parameters()}
+    owners = {
+        (type(optimizer).__name__, names[id(parameter)]): (optimizer, parameter)
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    moments = {tuple(key.split("/")): value for key, value in tensors.items()}
+    if {(kind, name) for kind, name, _ in moments} != set(owners):
+        raise InputError(f"{path} was written with another optimiser: set trainer.optimizer back, or remove the folder to start anew")
+    for (kind, name, moment), value in moments.items():
+        optimizer, parameter = owners[kind, name]
         # Step counters live on the CPU or beside the parameter, as the optimiser likes it; moments beside the parameter.
-        optimizers[int(number)].state[parameter][moment] = value.to(parameter.device) if value.ndim or parameter.is_cuda else value
+        optimizer.state[parameter][moment] = value.to(parameter.device) if value.ndim or parameter.is_cuda else value

@@ -116,6 +116,8 @@ class Trainer:
         started = time.monotonic()
         first, total = self._resume(), self.sampler.total_steps
         self._start_trackers()
+        if first == 0:
+            self._evaluate(0)
         with ProgressBar("fit", total=total, unit="steps", done=first) as bar:
             for step in range(first, total):
                 sums, seconds = self._step(step)
@@ -161,14 +163,13 @@ class Trainer:
         return sums, time.monotonic() - started
 
     def _backward(self, documents: list[int], sums: StepSums) -> None:
-        if not documents:
-            # This rank has no rows left in the epoch, but the others wait for its gradients.
-            self.accelerator.backward(sum(p.sum() for p in self.model.parameters()) * 0.0)
-            return
-        batch = pack_batch([self.store[self.train[d]] for d in documents], self.config.trainer.row_tokens).to(self.accelerator.device)
+        # A rank whose rows have run out in this epoch runs one token, in which nothing can count: the others wait for its gradients, and
+        # data-parallel wrappers exchange them only after a forward pass.
+        chosen, most = (documents, self.config.trainer.row_tokens) if documents else ([0], 1)
+        batch = pack_batch([self.store[self.train[d]] for d in chosen], most).to(self.accelerator.device)
         with self.accelerator.autocast():
             losses = self.model(batch)
-        sums.add(losses, batch.num_tokens)
+        sums.add(losses, batch.num_tokens if documents else 0)
         self.accelerator.backward(losses.loss)
 
     def _reduce(self, sums: StepSums) -> None:
@@ -209,13 +210,13 @@ class Trainer:
         self.drafter.train()
         self._log(step, walk_metrics(result, time.monotonic() - started))
         length = result.stats.acceptance_length
-        if length > self.best["acceptance_length"]:
+        if not length <= self.best["acceptance_length"]:  # also where there was no round to judge by: the latest, then
             self._save_best(step, length)
 
     def _save_best(self, step: int, length: float) -> None:
         self.best = {"step": step, "acceptance_length": length}
         if self.accelerator.is_main_process:
-            facts = {**self.folder_facts.get("facts", {}), "step": step, "walk_acceptance_length": length}
+            facts = {**self.folder_facts.get("facts", {}), "step": step, "walk_acceptance_length": _plain(length)}
             save_drafter(
                 self.drafter,
                 self.paths.drafter,
@@ -260,7 +261,7 @@ class Trainer:
         if self.accelerator.is_main_process:
             self.paths.metrics.parent.mkdir(parents=True, exist_ok=True)
             with self.paths.metrics.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": step, **values}) + "\n")
+                file.write(json.dumps(_plain({"step": step, **values})) + "\n")
         if self.config.logger.trackers:
             self.accelerator.log({key: value for key, value in values.items() if isinstance(value, int | float)}, step=step)
 
@@ -275,6 +276,15 @@ def walk_metrics(result: WalkResult, seconds: float) -> dict[str, Any]:
         "walk_acceptance_length_by_n": {str(n): length for n, length in enumerate(result.length_by_n, start=1)},
         "walk_seconds": seconds,
     }
+
+
+def _plain(value: Any) -> Any:
+    """NaN, which JSON does not have, becomes null: a walk without rounds has no acceptance length."""
+    if isinstance(value, dict):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _keep_metrics_up_to(path: Path, step: int) -> None:

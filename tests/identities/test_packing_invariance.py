@@ -43,7 +43,7 @@ def test_permuted_documents_give_permuted_outputs_and_the_same_gradients(options
     found, starts = students(drafter, packed(documents)), split_by_document(documents)
     shuffled = [documents[i] for i in order]
     permuted, new_starts = students(drafter, packed(shuffled)), split_by_document(shuffled)
-    moved = {old: new for old, new in zip([starts[i] for i in order], new_starts, strict=True)}
+    moved = dict(zip([starts[i] for i in order], new_starts, strict=True))
     for (t, k), hidden in found.items():
         start = max(s for s in starts if s <= t)
         torch.testing.assert_close(permuted[moved[start] + t - start, k], hidden, rtol=1e-10, atol=1e-10)

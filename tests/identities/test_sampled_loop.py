@@ -3,7 +3,6 @@
 The target is a tiny model over six tokens, so that every answer of three tokens can be enumerated and its probability computed exactly.
 """
 
-import itertools
 import math
 from collections import Counter
 
@@ -17,7 +16,6 @@ from spectrain.decoding.loop import speculative_generate
 from spectrain.decoding.proposers import NGramProposer
 from spectrain.decoding.verify import GREEDY, Law, truncated_log_probs
 from spectrain.decoding.walk import Span, acceptance_probability, expected_walk, walk
-from spectrain.evaluation.metrics import acceptance
 
 VOCAB, PROMPT, EOS = 6, [3, 1, 3], 5
 LAWS = [Law(1.0), Law(0.8, top_p=0.85), Law(1.5, top_k=4)]
@@ -105,50 +103,56 @@ def test_first_draft_is_accepted_with_chance_one_minus_tv(target, law, name):
 
 
 @pytest.mark.parametrize("law", LAWS[:2], ids=str)
-@pytest.mark.parametrize("name", ["drawn", "arg max"])
 @pytest.mark.parametrize("eos_ids", [(), (EOS,)])
-def test_walk_over_the_answers_has_the_loops_law(target, law, name, eos_ids):
-    samples, length, n = 1500, 7, 3
-    proposer, draft_law = drafting(name, law)
-    results = speculative_generate(target, proposer, [PROMPT] * samples, length, n, law, eos_ids, seed=3, draft_law=draft_law).results
-    seen = {tuple(result.ids): result for result in results}
-    known = {ids: walkable(target, result, law, proposer.logits_VV, draft_law, n) for ids, result in seen.items()}
-    spans = [known[tuple(result.ids)] for result in results]
+def test_walk_of_arg_max_drafts_is_the_loop_round_by_round(target, law, eos_ids):
+    proposer, draft_law = drafting("arg max", law)
+    results = speculative_generate(target, proposer, [PROMPT] * 300, 7, 3, law, eos_ids, seed=3, draft_law=draft_law).results
+    spans = walkable(target, results, law, proposer.logits_VV, draft_law, 3)
+    # Nothing is left to chance: a one-hot draft is the text's token or it is not.
+    assert [walk(span, 3, np.random.default_rng(0)) for span in spans] == [result.rounds for result in results]
+
+
+@pytest.mark.parametrize("law", LAWS[:2], ids=str)
+@pytest.mark.parametrize("eos_ids", [(), (EOS,)])
+def test_walk_of_drawn_drafts_has_the_loops_law(target, law, eos_ids):
+    """Rounds of the loop against walks over other texts, which plain decoding made: the same law, as sequences and as sums."""
+    samples, length, n = 2000, 7, 3
+    proposer, draft_law = drafting("drawn", law)
+    looped = speculative_generate(target, proposer, [PROMPT] * samples, length, n, law, eos_ids, seed=3, draft_law=draft_law).results
+    texts = speculative_generate(target, None, [PROMPT] * samples, length, 0, law, eos_ids, seed=4).results
+    spans = walkable(target, texts, law, proposer.logits_VV, draft_law, n)
     rng = np.random.default_rng(0)
-    walked = [walk(span, n, rng) for span in spans]
-    if name == "arg max":
-        assert walked == [result.rounds for result in results]  # nothing is left to chance
-        return
-    looped = Counter(tuple((r.accepted, r.cut) for r in result.rounds) for result in results)
-    again = Counter(tuple((r.accepted, r.cut) for r in rounds) for rounds in walked)
-    frequent = [outcome for outcome in looped if looped[outcome] + again[outcome] >= 20]
-    table = [
-        [counter[outcome] for outcome in frequent] + [samples - sum(counter[outcome] for outcome in frequent)]
-        for counter in (looped, again)
+    counts = [
+        Counter(tuple((r.accepted, r.cut) for r in rounds) for rounds in every)
+        for every in ([result.rounds for result in looped], [walk(span, n, rng) for span in spans])
     ]
+    frequent = [outcome for outcome in counts[0] | counts[1] if counts[0][outcome] + counts[1][outcome] >= 20]
     assert len(frequent) >= 8
-    assert stats.chi2_contingency([row for row in np.array(table).T if row.sum()]).pvalue > 1e-3
+    table = [[count[outcome] for outcome in frequent] + [samples - sum(count[outcome] for outcome in frequent)] for count in counts]
+    assert stats.chi2_contingency([column for column in zip(*table, strict=True) if sum(column)]).pvalue > 1e-3
 
-    expected, measured = expected_walk(spans, n), acceptance([result.rounds for result in results])
-    per_answer = np.array(
-        [[sum(not r.cut for r in result.rounds), sum(r.accepted for r in result.rounds if not r.cut)] for result in results]
-    )
-    errors = 4 * per_answer.std(axis=0) * math.sqrt(samples)
-    assert abs(measured.rounds - expected.rounds) < errors[0]
-    assert abs(measured.accepted_tokens - expected.accepted_tokens) < errors[1]
+    complete = [[r for r in result.rounds if not r.cut] for result in looped]
+    measured = np.array([[len(rounds), sum(r.accepted for r in rounds)] for rounds in complete])
+    expected = expected_walk(spans, n)
+    error = 4 * math.sqrt(2 * samples) * measured.std(axis=0)  # texts of both sides vary
+    assert (abs(measured.sum(axis=0) - [expected.rounds, expected.accepted_tokens]) < error).all()
 
 
-def walkable(target, result, law, draft_logits, draft_law, n):
-    """Acceptance probabilities of every anchor and slot of an answer. The bigram drafter's law of a token needs only the token before it."""
-    ids = torch.tensor(result.ids)
-    log_q = next_log_probs(target, [*PROMPT, *result.ids], law)[len(PROMPT) - 1 : -1].gather(1, ids[:, None])[:, 0]
-    log_p = truncated_log_probs(draft_logits, draft_law)[ids[:-1], ids[1:]]
-    chance = acceptance_probability(log_p, log_q[1:]).numpy()  # chance[t]: token t + 1 of the answer, drafted after token t
-    accept = np.zeros((len(ids), n))
-    for i, j in itertools.product(range(len(ids)), range(n)):
-        if i + j < len(chance):
-            accept[i, j] = chance[i + j]
-    return Span(len(PROMPT), accept, result.finish_reason == "stop")
+def walkable(target, results, law, draft_logits, draft_law, n):
+    """Spans of answers to PROMPT. What the bigram drafter drafts for a token depends on the token before it alone."""
+    texts = torch.full((len(results), len(PROMPT) + max(len(result.ids) for result in results)), 0)
+    for row, result in zip(texts, results, strict=True):
+        row[: len(PROMPT) + len(result.ids)] = torch.tensor([*PROMPT, *result.ids])
+    output = target.run(texts, torch.arange(texts.shape[1]).expand_as(texts))
+    log_q = truncated_log_probs(target.logits(output.last_hidden_BSH).double(), law)[:, :-1].gather(2, texts[:, 1:, None])[..., 0]
+    log_p = truncated_log_probs(draft_logits, draft_law)[texts[:, :-1], texts[:, 1:]]
+    chance = acceptance_probability(log_p, log_q).numpy()  # chance[b, t]: token t + 1 of the text, drafted after token t
+    padded = np.concatenate([chance, np.zeros((len(results), n))], axis=1)
+    windows = np.lib.stride_tricks.sliding_window_view(padded, n, axis=1)[:, len(PROMPT) :]
+    return [
+        Span(len(PROMPT), window[: len(result.ids)], result.finish_reason == "stop")
+        for window, result in zip(windows, results, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("name", ["drawn", "n-gram", "ragged"])

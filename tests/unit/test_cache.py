@@ -128,5 +128,5 @@ def test_what_cannot_be_decoded_with_is_said(tmp_path):
     with pytest.raises(InputError, match="compressed_sparse_attention"):
         SlotCache(target, 1)
     target.model.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(ConfigError, match="target.attn_implementation=flash_attention_2"):
+    with pytest.raises(ConfigError, match="attn_implementation=flash_attention_2"):
         SlotCache(target, 1)

@@ -18,7 +18,7 @@ def test_figures_of_a_hand_counted_example():
     assert stats.acceptance_length == pytest.approx(1 + 6 / 4)
     assert stats.acceptance_rate == pytest.approx(6 / 10)
     assert stats.acceptance_per_position == pytest.approx((3 / 4, 2 / 4, 1 / 4))
-    # Slot 2 was drafted and reached by the two rounds with three drafts that accepted one at least; the round with one draft is no evidence.
+    # Slot 2 was drafted and reached by two rounds, those with three drafts that accepted one at least.
     assert stats.conditional_acceptance_per_position == pytest.approx((3 / 4, 2 / 2, 1 / 2))
 
 

@@ -294,10 +294,11 @@ def test_a_folder_without_states_says_what_to_run(tmp_path: Path) -> None:
         StateStore(tmp_path)
 
 
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize("field", ["taps", "last_hidden"])
-def test_states_that_are_not_finite_are_refused_by_name(tmp_path: Path, field: str) -> None:
+def test_states_that_are_not_finite_are_refused_by_name(tmp_path: Path, field: str, value: float) -> None:
     states = make_states(7, 5)
-    getattr(states, field)[3, ..., 2] = torch.inf
+    getattr(states, field)[3, ..., 2] = value
     with StateStoreWriter(tmp_path, make_meta()) as writer:
         writer.add(make_states(0, 5))
         with pytest.raises(RunError, match=f"{field}.*key-007"):

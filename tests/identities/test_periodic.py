@@ -1,0 +1,82 @@
+"""The whole chain on a task that can be learned to the end: a target that speaks in periods, its states, 300 steps, the real loop."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from drafter_tools import MemoryStore, fit, trainer_config
+from small_targets import MOTIFS, PERIODIC_VOCAB, capture, periodic_target, periodic_text
+
+from spectrain.config import DrafterConfig
+from spectrain.data.vocab import build_vocab
+from spectrain.decoding.loop import speculative_generate
+from spectrain.decoding.verify import GREEDY
+from spectrain.drafters.build import build_drafter
+from spectrain.drafters.folder import load_drafter
+from spectrain.evaluation.metrics import acceptance
+from spectrain.target.head import TargetHead
+from spectrain.target.model import TargetModel
+
+ANSWER, N = 30, 3
+STARTS = [(m, phase) for m, motif in enumerate(MOTIFS) for phase in range(len(motif))]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> tuple[TargetModel, Path]:
+    folder = tmp_path_factory.mktemp("periodic")
+    return periodic_target(folder), folder
+
+
+def answers(target: TargetModel, prompts: list[list[int]]) -> list[list[int]]:
+    return [result.ids for result in speculative_generate(target, None, prompts, ANSWER, 0, GREEDY).results]
+
+
+def test_the_target_speaks_in_periods(target: tuple[TargetModel, Path]) -> None:
+    prompts = [periodic_text(m, phase, 9) for m, phase in STARTS]
+    assert answers(target[0], prompts) == [periodic_text(m, phase + 9, ANSWER) for m, phase in STARTS]
+
+
+@pytest.mark.parametrize(
+    ("drafter_options", "trainer_options"),
+    [
+        ({}, {"learning_rate": 3e-3}),
+        (
+            {"draft_vocab_size": 21, "layer_type": "qwen3", "norm_output": True},
+            {"optimizer": "muon", "learning_rate": 3e-3, "muon_learning_rate": 3e-3},
+        ),
+    ],
+    ids=["llama, full vocabulary, adamw", "qwen3, reduced vocabulary, muon"],
+)
+def test_a_drafter_learns_it_and_the_loop_accepts_it(
+    target: tuple[TargetModel, Path], tmp_path: Path, drafter_options: dict[str, Any], trainer_options: dict[str, Any]
+) -> None:
+    model, folder = target
+    config = DrafterConfig(taps=(1, 2, 3), unroll_steps=N, **drafter_options)
+    prompts = [periodic_text(m, phase, 8 + phase % 3) for m, phase in STARTS]
+    splits = ["heldout" if i % 5 == 4 else "train" for i in range(len(prompts))]
+    documents = [
+        capture(model, prompt, answer, config.taps or (), f"{i:03d}", split)
+        for i, (prompt, answer, split) in enumerate(zip(prompts, answers(model, prompts), splits, strict=True))
+    ]
+    vocab = build_vocab(((d.input_ids.numpy(), d.loss_mask.numpy()) for d in documents), config.draft_vocab_size, PERIODIC_VOCAB)
+    assert vocab.coverage == 1.0
+    head = TargetHead.from_checkpoint(folder)
+    drafter = build_drafter(config, model.spec, vocab, head, folder)
+    settings = trainer_config(row_tokens=160, max_steps=300, epochs=300, eval_every_steps=300, **trainer_options)
+    result = fit(tmp_path, drafter, MemoryStore(documents), settings)
+
+    assert result.steps == 300
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    last = [line for line in lines if "loss" in line][-50:]
+    for k in range(N):
+        assert sum(line["accuracy_per_step"][k] for line in last) / len(last) >= 0.99
+    assert result.best_acceptance_length > 0.95 * (1 + N)
+
+    served = load_drafter(tmp_path / "drafter").attach(head)
+    fresh = [periodic_text(m, phase, 12) for m, phase in STARTS]
+    generation = speculative_generate(model, served, fresh, ANSWER, N, GREEDY)
+    assert acceptance([r.rounds for r in generation.results]).acceptance_rate >= 0.95
+    assert [r.ids for r in generation.results] == answers(model, fresh)

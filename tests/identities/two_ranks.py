@@ -1,0 +1,56 @@
+"""One of two processes that train together; started by ``test_accumulation.py``, which also trains the same alone.
+
+Usage: two_ranks.py FOLDER, with RANK, WORLD_SIZE and the address of the first process in the environment.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from drafter_tools import MemoryStore, Options, make_trainer, random_document, random_drafter, tensors_of, trainer_config
+from safetensors.torch import save_file
+
+from spectrain.data.states import TargetStates
+from spectrain.target.head import TargetHead
+
+OPTIONS = Options(reduced=True, layer_type="qwen3")
+DOCUMENTS = 14  # nine rows an epoch: two steps of four, and one row for one rank alone
+SETTINGS: dict[str, Any] = {
+    "row_tokens": 16,
+    "epochs": 2,
+    "gradient_accumulation": 2,
+    "learning_rate": 1e-3,
+    "eval_every_steps": 2,
+    "warmup_fraction": 0.0,
+}
+
+
+def documents(head: TargetHead) -> list[TargetStates]:
+    """Training documents of very different weight, and three held-out ones."""
+    masks = ["0" * (1 + i % 5) + "1" * (2 + (7 * i) % 8) for i in range(DOCUMENTS)]
+    splits = ["train"] * DOCUMENTS + ["heldout"] * 3
+    return [random_document(mask, 3, i, head, split=split) for i, (mask, split) in enumerate(zip(masks + masks[:3], splits, strict=True))]
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    accelerator = Accelerator(cpu=True)
+    drafter = random_drafter(OPTIONS)
+    trainer = make_trainer(folder, drafter, MemoryStore(documents(drafter.head)), trainer_config(**SETTINGS), accelerator=accelerator)
+    assert accelerator.num_processes == 2
+    trainer.fit()
+    save_file({name: p.detach() for name, p in tensors_of(drafter).items()}, folder / f"weights-{accelerator.process_index}.safetensors")
+    if accelerator.process_index == 1:
+        steps = range(trainer.sampler.total_steps)
+        empty = sum(not micro for step in steps for micro in trainer.sampler[step].micro_batches)
+        save_file({"passes_without_rows": torch.tensor(empty)}, folder / "ranks.safetensors")
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

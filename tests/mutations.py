@@ -1,0 +1,390 @@
+"""Do the tests see the classic bugs? Breaks a copy of the package in one place at a time and runs the tests that should notice.
+
+Usage: ``python tests/mutations.py [PART_OF_A_NAME]``. Prints one line a mutation; exit status 1 if any survives or no longer applies.
+Each is a bug that a trainer or server of drafters has shipped, or a switch that is easily turned the wrong way.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+# Imported once for all; every forked test run starts with them.
+import accelerate  # noqa: F401
+import hypothesis  # noqa: F401
+import pytest
+import torch
+import transformers
+
+ROOT = Path(__file__).resolve().parent.parent
+TIMEOUT_S = 600
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """``old`` must occur exactly once in ``file`` and becomes ``new``. ``tests``: what should fail then."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+LOSSES, UNROLL = "tests/identities/test_eagle3_losses.py", "tests/identities/test_eagle3_unroll.py"
+DECODE, PACKING = "tests/identities/test_eagle3_decode.py", "tests/identities/test_packing_invariance.py"
+ACCUMULATION, RESUME = "tests/identities/test_accumulation.py", "tests/identities/test_resume.py"
+WALK_LOOP = "tests/identities/test_walk_equals_loop.py"
+RECURRENT, TRAINING = "spectrain/drafters/recurrent/", "spectrain/training/"
+
+MUTATIONS = (
+    Mutation(
+        "labels shifted by one",
+        RECURRENT + "drafter.py",
+        "self.target_to_draft_V[batch.input_ids_T[students.teacher_U + 1]]",
+        "self.target_to_draft_V[batch.input_ids_T[students.teacher_U]]",
+        (LOSSES,),
+    ),
+    Mutation(
+        "loss mask not shifted with the token taken in",
+        RECURRENT + "unroll.py",
+        "batch.loss_mask_T[1 : reach + 1] &",
+        "batch.loss_mask_T[:reach] &",
+        (LOSSES,),
+    ),
+    Mutation(
+        "loss mask not shifted with the token predicted",
+        RECURRENT + "unroll.py",
+        "& batch.loss_mask_T[ahead:] &",
+        "& batch.loss_mask_T[ahead - 1 : -1] &",
+        (LOSSES,),
+    ),
+    Mutation(
+        "documents not told apart by what counts",
+        RECURRENT + "unroll.py",
+        "batch.loss_mask_T[ahead:] & same",
+        "batch.loss_mask_T[ahead:]",
+        (UNROLL,),
+    ),
+    Mutation(
+        "a later step takes in its own label",
+        RECURRENT + "unroll.py",
+        "batch.input_ids_T[(query_M + 1 + step)",
+        "batch.input_ids_T[(query_M + 2 + step)",
+        (UNROLL,),
+    ),
+    Mutation(
+        "a later step sits one position too far (training)",
+        RECURRENT + "unroll.py",
+        "batch.position_ids_T[query_M] + step)",
+        "batch.position_ids_T[query_M] + step + 1)",
+        (UNROLL,),
+    ),
+    Mutation(
+        "a later step stays at its column's position (drafting)",
+        RECURRENT + "decode.py",
+        "cos_sin = rotary.cos_sin(slots_BT)",
+        "cos_sin = rotary.cos_sin(torch.minimum(slots_BT, cache.columns_B[:, None]) if slots_BT.shape[1] == 1 else slots_BT)",
+        (DECODE,),
+    ),
+    Mutation(
+        "teacher one position early",
+        RECURRENT + "drafter.py",
+        "last_hidden_UH=batch.last_hidden_TH[teacher_U]",
+        "last_hidden_UH=batch.last_hidden_TH[teacher_U - 1]",
+        (LOSSES,),
+    ),
+    Mutation(
+        "students brought to the wrong teacher",
+        RECURRENT + "unroll.py",
+        "position_U = teacher_U - 1 - k",
+        "position_U = teacher_U - 1",
+        (LOSSES,),
+    ),
+    Mutation(
+        "drafting leaves its columns in the cache",
+        RECURRENT + "decode.py",
+        "        self._step += 1\n",
+        "        self._step += 1\n        cache.columns_B = cache.columns_B + (self._step == self._n)\n",
+        (DECODE,),
+    ),
+    Mutation(
+        "residual flag turned round",
+        RECURRENT + "eagle3.py",
+        "residual = normed if self.norm_before_residual else feature",
+        "residual = feature if self.norm_before_residual else normed",
+        (UNROLL,),
+    ),
+    Mutation(
+        "post-norm output fed back always",
+        RECURRENT + "eagle3.py",
+        "return normed if self.shape.norm_output else output",
+        "return normed",
+        (UNROLL,),
+    ),
+    Mutation(
+        "embedding half and feature half exchanged",
+        RECURRENT + "eagle3.py",
+        "torch.cat([self.input_layernorm(embedding), normed], dim=-1)",
+        "torch.cat([normed, self.input_layernorm(embedding)], dim=-1)",
+        (UNROLL,),
+    ),
+    Mutation(
+        "drafts left as draft ids",
+        RECURRENT + "drafter.py",
+        "steps.token_B = self.draft_ids_D[draft_B]",
+        "steps.token_B = draft_B",
+        (DECODE,),
+    ),
+    Mutation(
+        "target ids stored where offsets belong",
+        "spectrain/drafters/folder.py",
+        'tensors["d2t"] = drafter.vocab.d2t()',
+        'tensors["d2t"] = drafter.vocab.ids_D.clone()',
+        ("tests/unit/test_folder.py",),
+    ),
+    Mutation(
+        "rotary frequencies rounded with the weights",
+        "spectrain/drafters/layers.py",
+        "phase = positions.float()[..., None] * self.inv_freq",
+        "phase = positions.float()[..., None] * self.inv_freq.bfloat16().float()",
+        ("tests/unit/test_folder.py",),
+    ),
+    Mutation(
+        "later steps' keys seen by other columns (sdpa)",
+        "spectrain/drafters/attention.py",
+        "diagonal = torch.eye(m, dtype=torch.bool, device=visible.device)",
+        "diagonal = torch.ones(m, m, dtype=torch.bool, device=visible.device).tril()",
+        ("tests/unit/test_attention.py",),
+    ),
+    Mutation(
+        "later steps' keys of another column (eager)",
+        "spectrain/drafters/attention.py",
+        "keys_MGkd = torch.stack(own_k, dim=2)",
+        "keys_MGkd = torch.stack(own_k, dim=2).roll(1, 0)",
+        ("tests/unit/test_attention.py",),
+    ),
+    Mutation(
+        "a column sees the one behind it",
+        "spectrain/drafters/attention.py",
+        "hidden = columns[None] > layout.query_M[q_start:q_end, None]",
+        "hidden = columns[None] > layout.query_M[q_start:q_end, None] + 1",
+        (PACKING,),
+    ),
+    Mutation(
+        "draft vocabulary's teacher renormalised",
+        "spectrain/drafters/losses.py",
+        "log_normalizer_C = self.log_normalizer_U[part]",
+        "log_normalizer_C = logits_CD.logsumexp(-1)",
+        ("tests/unit/test_losses.py",),
+    ),
+    Mutation(
+        "step weights forgotten",
+        RECURRENT + "unroll.py",
+        "return decay_K[:, None] * self.valid_KM",
+        "return torch.ones_like(decay_K)[:, None] * self.valid_KM",
+        (LOSSES,),
+    ),
+    Mutation(
+        "tap one layer early",
+        "spectrain/target/model.py",
+        "module = self._layers[tap] if tap < self.spec.num_layers else self._final_norm",
+        "module = self._layers[max(tap - 1, 0)]",
+        ("tests/unit/test_target_model.py",),
+    ),
+    Mutation(
+        "tap one layer late",
+        "spectrain/target/model.py",
+        "module = self._layers[tap] if tap < self.spec.num_layers else self._final_norm",
+        "module = self._layers[tap + 1] if tap + 1 < self.spec.num_layers else self._final_norm",
+        ("tests/unit/test_target_model.py",),
+    ),
+    Mutation(
+        "post-norm state taken for the last tap",
+        "spectrain/target/model.py",
+        "            self.taps_BSAH[:, :, slot] = hidden_BSH\n",
+        '            self.taps_BSAH[:, :, slot] = module(hidden_BSH) if "Norm" in type(module).__name__ else hidden_BSH\n',
+        ("tests/unit/test_target_model.py",),
+    ),
+    Mutation(
+        "post-norm state taken for the last hidden state",
+        "spectrain/target/model.py",
+        "self._final_norm.register_forward_pre_hook(recorder.last_hidden_hook)",
+        "self._final_norm.register_forward_hook(lambda module, args, out: recorder.last_hidden_hook(module, (out,)))",
+        ("tests/unit/test_target_model.py",),
+    ),
+    Mutation(
+        "final norm without its (1 + w)",
+        "spectrain/target/families.py",
+        "(hidden * (1.0 + gain if self.family.one_plus else gain))",
+        "(hidden * gain)",
+        ("tests/unit/test_losses.py",),
+    ),
+    Mutation(
+        "soft-cap left out of the teacher",
+        "spectrain/target/families.py",
+        "if self.soft_cap is not None:",
+        "if False:",
+        ("tests/unit/test_losses.py",),
+    ),
+    Mutation(
+        "no residual after a rejection",
+        "spectrain/decoding/verify.py",
+        "weights_BV = torch.where(use_residual_B[:, None], residual_BV, q_BV)",
+        "weights_BV = q_BV",
+        ("tests/unit/test_verify.py",),
+    ),
+    Mutation(
+        "target's cache not cropped",
+        "spectrain/target/cache.py",
+        "self._lengths = [length + count for length, count in zip(self._lengths, counts_B, strict=True)]",
+        "self._lengths = [length + self._write.slots.shape[1] for length in self._lengths]",
+        ("tests/identities/test_greedy_loop.py",),
+    ),
+    Mutation(
+        "walk jumps over the accepted tokens only",
+        "spectrain/decoding/walk.py",
+        "anchor += accepted + 1",
+        "anchor += max(accepted, 1)",
+        (WALK_LOOP,),
+    ),
+    Mutation(
+        "walk scores shifted by one slot",
+        RECURRENT + "drafter.py",
+        "accept_KU[k, index_T[anchor_R + k]]",
+        "accept_KU[k, index_T[anchor_R]]",
+        (WALK_LOOP,),
+    ),
+    Mutation(
+        "walk against the target's whole law, not the truncated one",
+        "spectrain/drafters/scoring.py",
+        "log_q_CV = truncated_log_probs(teacher.head.hidden_to_logits(teacher.last_hidden_UH[part]), law)",
+        "log_q_CV = teacher.head.hidden_to_logits(teacher.last_hidden_UH[part]).log_softmax(-1)",
+        (WALK_LOOP,),
+    ),
+    Mutation(
+        "ranks' gradients averaged once too often",
+        TRAINING + "trainer.py",
+        "scale = self.accelerator.num_processes / sums.weight",
+        "scale = 1.0 / sums.weight",
+        (ACCUMULATION,),
+    ),
+    Mutation(
+        "mean of micro-batch means",
+        TRAINING + "trainer.py",
+        "self.accelerator.backward(losses.loss)",
+        "self.accelerator.backward(losses.loss / losses.weight.clamp(min=1e-9) * 10)",
+        (ACCUMULATION,),
+    ),
+    Mutation(
+        "optimiser moves before the check",
+        TRAINING + "trainer.py",
+        "        self._check(step, sums)\n",
+        "        for optimizer in self.optimizers:\n            optimizer.step()\n        self._check(step, sums)\n",
+        ("tests/unit/test_trainer.py",),
+    ),
+    Mutation(
+        "best drafter is the latest",
+        TRAINING + "trainer.py",
+        'if not length <= self.best["acceptance_length"]:',
+        "if True:",
+        ("tests/unit/test_trainer.py",),
+    ),
+    Mutation(
+        "optimiser state not restored",
+        TRAINING + "checkpoint.py",
+        "    _restore_optimizers(model, optimizers, load_file(path / \"optimizer.safetensors\"), path)\n",
+        "",
+        (RESUME,),
+    ),
+    Mutation(
+        "metrics of repeated steps kept twice",
+        TRAINING + "trainer.py",
+        'if json.loads(line)["step"] <= step:',
+        'if json.loads(line)["step"] <= 10**9:',
+        (RESUME,),
+    ),
+    Mutation(
+        "the tail of an epoch dropped",
+        TRAINING + "sampler.py",
+        "self.steps_per_epoch = [-(-len(micro) // per_step) for micro in self._micro]",
+        "self.steps_per_epoch = [max(1, len(micro) // per_step) for micro in self._micro]",
+        ("tests/unit/test_sampler.py",),
+    ),
+    Mutation(
+        "a rank without rows sits a pass out",
+        TRAINING + "sampler.py",
+        "mine = [block[i] if i < len(block) else [] for i in range(self._rank, per_step, self._world)]",
+        "mine = [block[i] for i in range(self._rank, len(block), self._world)]",
+        ("tests/unit/test_sampler.py",),
+    ),
+)  # fmt: skip
+
+
+def run_tests(folder: str, tests: tuple[str, ...], output: str) -> None:
+    """In a forked process: pytest on the broken copy. The heavy libraries came with the fork, the package and the tests did not."""
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.chdir(folder)
+    sys.path[:] = [folder, *(entry for entry in sys.path if entry not in ("", str(ROOT), str(ROOT / "tests")))]
+    os._exit(pytest.main(["-x", "-q", "--no-header", "-p", "no:cacheprovider", *tests]))
+
+
+def verdict(mutation: Mutation, folder: Path) -> tuple[str, float]:
+    """``killed by TEST``, or what is wrong with the mutation, and seconds."""
+    file = folder / mutation.file
+    source = file.read_text(encoding="utf-8")
+    if source.count(mutation.old) != 1:
+        return f"STALE: its text occurs {source.count(mutation.old)} times in {mutation.file}", 0.0
+    started = time.monotonic()
+    file.write_text(source.replace(mutation.old, mutation.new), encoding="utf-8")
+    log = folder / "pytest.log"
+    process = multiprocessing.get_context("fork").Process(target=run_tests, args=(str(folder), mutation.tests, str(log)))
+    process.start()
+    process.join(TIMEOUT_S)
+    hung = process.is_alive()
+    if hung:
+        process.kill()
+        process.join()
+    file.write_text(source, encoding="utf-8")
+    seconds, output = time.monotonic() - started, log.read_text(encoding="utf-8", errors="replace")
+    failed = next((line.removeprefix("FAILED ") for line in output.splitlines() if line.startswith("FAILED")), None)
+    if hung:
+        return "killed by hanging", seconds
+    if process.exitcode == 0:
+        return "SURVIVED", seconds
+    if failed is None:
+        return f"BROKEN: {output[-300:]}", seconds  # an error at import proves nothing
+    return f"killed by {failed.split(' - ')[0]}", seconds
+
+
+def main(part: str = "") -> int:
+    torch.set_num_threads(1)
+    os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    sys.dont_write_bytecode = True
+    _ = transformers.AutoModelForCausalLM, transformers.LlamaForCausalLM, transformers.PreTrainedTokenizerFast  # lazy modules
+    chosen = [mutation for mutation in MUTATIONS if part in mutation.name]
+    alive = 0
+    with tempfile.TemporaryDirectory(prefix="mutations-") as name:
+        folder = Path(name)
+        for tree in ("spectrain", "tests"):
+            shutil.copytree(ROOT / tree, folder / tree, ignore=shutil.ignore_patterns("__pycache__"))
+        for tree in ("conf", "data_gen", "recipes", "eval", "pyproject.toml"):
+            (folder / tree).symlink_to(ROOT / tree)
+        for mutation in chosen:
+            outcome, seconds = verdict(mutation, folder)
+            alive += not outcome.startswith("killed")
+            print(f"{mutation.name:58} {outcome}  ({seconds:.0f} s)", flush=True)  # noqa: T201
+    print(f"{len(chosen) - alive} of {len(chosen)} killed")  # noqa: T201
+    return 1 if alive else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

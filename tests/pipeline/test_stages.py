@@ -1,0 +1,221 @@
+"""The stages over one run directory: what is written, what is skipped, what a changed input brings about."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from tiny import tiny_target
+from workplace import make, write_prompts
+
+from spectrain import cli
+from spectrain.data.responses import ResponseStore
+from spectrain.data.states import StateStore
+from spectrain.drafters.folder import load_drafter
+from spectrain.evaluation.record import read_records
+
+
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory):
+    return make(tmp_path_factory.mktemp("workplace"))
+
+
+@pytest.fixture(scope="module")
+def finished(arguments, tmp_path_factory):
+    """A run directory after ``spectrain run``."""
+    path = tmp_path_factory.mktemp("runs") / "finished"
+    assert cli.main(["run", *arguments, f"run.dir={path}"]) == 0
+    return path
+
+
+@pytest.fixture
+def run_dir(finished, tmp_path):
+    """A copy of the finished run that a test may change."""
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+@pytest.fixture
+def spectrain(arguments, run_dir, capsys):
+    """Run a verb over the copy; returns the lines it said."""
+
+    def run(verb, *more, base=True):
+        code = cli.main([verb, *(arguments if base else ()), f"run.dir={run_dir}", *more])
+        captured = capsys.readouterr()
+        assert code == 0, captured.err
+        run.out = captured.out
+        return captured.err.splitlines()
+
+    return run
+
+
+def times(folder):
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
+
+
+def test_a_run_writes_what_the_design_says(finished):
+    names = {path.name for path in finished.iterdir()}
+    assert {
+        "config.yaml",
+        "manifest.json",
+        "responses",
+        "states",
+        "checkpoints",
+        "drafter",
+        "metrics.jsonl",
+        "eval",
+        "report.html",
+    } <= names
+    responses = ResponseStore(finished / "responses").load()
+    assert len(responses) == 22
+    assert sorted(response.split for response in responses).count("heldout") == 6
+    store = StateStore(finished / "states")
+    assert store.meta.tap_ids == (2, 3, 4)
+    assert sorted(store.keys) == sorted(response.key for response in responses)
+    for response in responses:
+        states = store[store.keys.index(response.key)]
+        assert states.input_ids.tolist() == response.input_ids.tolist()
+        assert states.split == response.split
+    assert load_drafter(finished / "drafter").vocab.ids_D.shape == (100,)
+    steps = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
+    assert any("walk_acceptance_length" in step for step in steps)
+
+
+def test_the_promise_is_kept(finished):
+    none, ngram, drafter = read_records(finished / "eval")
+    assert [record.method for record in (none, ngram, drafter)] == ["none", "ngram", "eagle3"]
+    assert ngram.output_identical and drafter.output_identical
+    assert none.acceptance_length is None or none.acceptance_length == 1.0
+    assert drafter.walk_acceptance_length == drafter.acceptance_length
+    assert drafter.walk_rounds == drafter.rounds
+    assert (finished / "report.html").read_text(encoding="utf-8").lstrip().startswith("<!")
+
+
+def test_an_unchanged_run_does_nothing_and_says_so(spectrain, run_dir):
+    before = times(run_dir)
+    lines = spectrain("run")
+    assert lines == [f"{stage}: unchanged, skipped" for stage in ("generate", "capture", "fit", "eval/heldout-n3-t0")]
+    assert "EAGLE-3" in spectrain.out  # the table is shown again
+    changed = {path.name for path, time in times(run_dir).items() if before.get(path) != time}
+    assert changed <= {"config.yaml"}
+
+
+def test_the_run_directory_remembers_its_configuration(spectrain, run_dir):
+    lines = spectrain("fit", base=False)
+    assert lines[0] == f"configuration: {run_dir}/config.yaml, and what was given"
+    assert lines[1:] == [f"{stage}: unchanged, skipped" for stage in ("generate", "capture", "fit")]
+
+
+def test_changed_taps_capture_and_train_again_but_do_not_generate(spectrain, run_dir):
+    before = times(run_dir / "responses")
+    lines = spectrain("fit", "drafter.taps=[1,5]")
+    assert lines[0] == "generate: unchanged, skipped"
+    assert lines[1] == "capture: drafter.taps changed from [2, 3, 4] to [1, 5]: states are captured again"
+    assert StateStore(run_dir / "states").meta.tap_ids == (1, 5)
+    assert load_drafter(run_dir / "drafter").taps == (1, 5)
+    assert times(run_dir / "responses") == before
+    assert not (run_dir / "eval").exists()  # measured on a drafter that is gone
+
+
+def test_a_changed_learning_rate_only_trains_again(spectrain, run_dir):
+    before = times(run_dir / "states") | times(run_dir / "responses")
+    weights = (run_dir / "drafter/model.safetensors").read_bytes()
+    lines = spectrain("fit", "trainer.learning_rate=0.02")
+    assert lines[:2] == ["generate: unchanged, skipped", "capture: unchanged, skipped"]
+    assert lines[2] == "fit: trainer.learning_rate changed from 0.01 to 0.02: the drafter is trained again"
+    assert times(run_dir / "states") | times(run_dir / "responses") == before
+    assert (run_dir / "drafter/model.safetensors").read_bytes() != weights
+
+
+def test_more_prompts_keep_what_is_there(spectrain, run_dir, tmp_path):
+    write_prompts(tmp_path / "more.jsonl", range(30, 34))
+    kept = times(run_dir / "responses") | times(run_dir / "states")
+    del kept[run_dir / "states/index.json"]
+    train = next(argument for argument in make_arguments(run_dir) if argument.startswith("data.train"))
+    path = train.removeprefix("data.train=")
+    lines = spectrain("capture", f"data.train=[{path},{tmp_path / 'more.jsonl'}]")
+    assert lines[0].startswith("generate: training prompts changed from 16 (")
+    assert lines[0].endswith(": what is missing is added")
+    assert len(StateStore(run_dir / "states")) == 26
+    now = times(run_dir)
+    assert all(now[file] == time for file, time in kept.items())
+    rows = [pq.ParquetFile(part).metadata.num_rows for part in sorted((run_dir / "responses").glob("*.parquet"))]
+    assert (sum(rows), rows[-1]) == (26, 4)
+
+
+def make_arguments(run_dir):
+    import yaml
+
+    data = yaml.safe_load((run_dir / "config.yaml").read_text())["data"]
+    return [f"data.train={data['train'][0]}"]
+
+
+def test_fewer_prompts_need_no_work_on_the_target(spectrain, run_dir):
+    before = times(run_dir / "states") | times(run_dir / "responses")
+    lines = spectrain("fit", "data.max_train=8")
+    assert any(line.startswith("fit: 8 documents") for line in lines)
+    assert times(run_dir / "states") | times(run_dir / "responses") == before
+
+
+def test_measurements_stand_beside_each_other(spectrain, run_dir):
+    spectrain("eval", "decoding.num_speculative_tokens=2", base=False)
+    drafters = [record for record in read_records(run_dir / "eval") if record.is_drafter]
+    assert [record.num_speculative_tokens for record in drafters] == [2, 3]
+    # What was measured must not change what the next fit starts from.
+    assert spectrain("fit", base=False)[1:] == [f"{stage}: unchanged, skipped" for stage in ("generate", "capture", "fit")]
+
+
+def test_a_drafter_that_was_deleted_is_trained_again(spectrain, run_dir):
+    weights = (run_dir / "drafter/model.safetensors").read_bytes()
+    shutil.rmtree(run_dir / "drafter")
+    lines = spectrain("fit")
+    assert lines[2] == "fit: outputs are missing, they are made again"
+    assert (run_dir / "drafter/model.safetensors").read_bytes() == weights
+
+
+def test_eval_of_a_folder_without_a_run(arguments, finished, tmp_path, capsys):
+    target = next(argument for argument in arguments if argument.startswith("target.path="))
+    write_prompts(tmp_path / "suite.jsonl", range(50, 53))
+    more = [
+        "suite=jsonl",
+        f"suite.prompts={tmp_path / 'suite.jsonl'}",
+        "suite.concurrency=2",
+        "sampling.max_new_tokens=12",
+        "target.max_length=256",
+    ]
+    assert cli.main(["eval", f"drafter.path={finished / 'drafter'}", target, *more, f"run.dir={tmp_path / 'out'}"]) == 0, (
+        capsys.readouterr().err
+    )
+    records = read_records(tmp_path / "out/eval")
+    assert [record.method for record in records] == ["none", "ngram", "eagle3"]
+    assert records[-1].output_identical
+    assert records[-1].concurrency == 2
+    assert records[-1].walk_acceptance_length is None  # no stored text to walk on
+
+
+def test_a_sweep_shares_responses_and_states(arguments, tmp_path, capsys):
+    sweep = tmp_path / "sweep"
+    code = cli.main(["fit", "-m", *arguments, f"run.dir={sweep}", "trainer.learning_rate=0.01,0.02"])
+    captured = capsys.readouterr()
+    assert code == 0, captured.err
+    jobs = [sweep / f"trainer.learning_rate={rate}" for rate in (0.01, 0.02)]
+    assert all((job / "drafter/model.safetensors").is_file() and not (job / "states").exists() for job in jobs)
+    assert (jobs[0] / "drafter/model.safetensors").read_bytes() != (jobs[1] / "drafter/model.safetensors").read_bytes()
+    assert captured.err.count("capture: states of 22 documents") == 1
+    assert captured.err.count("capture: unchanged, skipped") == 2
+
+
+def test_a_run_directory_of_another_target_is_refused(arguments, run_dir, tmp_path, capsys):
+    other = tiny_target("llama", tmp_path / "target", seed=1, num_hidden_layers=7)
+    before = times(run_dir)
+    code = cli.main(["run", *arguments, f"run.dir={run_dir}", f"target.path={other}"])
+    assert (code, times(run_dir)) == (2, before)
+    assert "belongs to another target" in capsys.readouterr().err
+
+
+def test_inspect_shows_documents(run_dir, capsys):
+    assert cli.main(["inspect", "responses", f"run.dir={run_dir}", "--limit", "2", "--split", "heldout"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("· heldout ·") == 2
+    assert "2 of 6 heldout responses shown" in out
+    assert "<|im_start|>user" in out

@@ -1,0 +1,169 @@
+"""Everything that is refused before work starts: one line, exit code 2, and a run directory that was not touched."""
+
+import json
+
+import pytest
+from tiny import tiny_target
+
+from spectrain import cli
+from spectrain.checks import check_disk
+from spectrain.stages import plan
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    """7 layers, a vocabulary of 304, 512 positions."""
+    return tiny_target("llama", tmp_path_factory.mktemp("target") / "tiny", num_hidden_layers=7)
+
+
+@pytest.fixture
+def workplace(tmp_path, monkeypatch, target):
+    """A working directory with prompts, and the arguments of a run that passes every check."""
+    monkeypatch.chdir(tmp_path)
+    write_prompts(tmp_path / "train.jsonl", range(8))
+    write_prompts(tmp_path / "heldout.jsonl", range(8, 12))
+    return [
+        *("data=jsonl", "data.train=train.jsonl", "data.heldout=heldout.jsonl", f"target.path={target}", "target.max_length=256"),
+        *("sampling.max_new_tokens=16", "run.dir=run", "drafter.draft_vocab_size=100"),
+    ]
+
+
+def write_prompts(path, numbers):
+    path.write_text("".join(json.dumps({"turns": [f"Say {number}."]}) + "\n" for number in numbers), encoding="utf-8")
+
+
+def dry_run(capsys, *arguments, verb="run"):
+    code = cli.main([verb, *arguments, "--dry-run"])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_a_dry_run_prints_the_plan_and_touches_nothing(capsys, workplace, tmp_path):
+    before = sorted(tmp_path.rglob("*"))
+    code, out, err = dry_run(capsys, *workplace)
+    assert code == 0, err
+    for text in (
+        "7 layers, hidden size 32",
+        "taps [2, 3, 4]",
+        "8 training, 4 held out",
+        "generate: start",
+        "capture: start",
+        "fit: start",
+        "GB free",
+    ):
+        assert text in out
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("verb", ["generate", "capture", "fit", "run"])
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("drafter.draft_vocab_size=305", "drafter.draft_vocab_size=305 is larger than the target's vocabulary of 304"),
+        ("drafter.taps=[2,8]", "drafter.taps=[2, 8]: 8 lies beyond the last layer; the target has 7 layers, so taps run from 0 to 7"),
+    ],
+)
+def test_a_drafter_that_does_not_fit_the_target(capsys, workplace, verb, argument, message):
+    code, _, err = dry_run(capsys, *workplace, argument, verb=verb)
+    assert (code, err.count("\n")) == (2, 1)
+    assert message in err
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("drafter.num_attention_heads=3", "drafter.num_attention_heads=3 must be a multiple of drafter.num_key_value_heads=2"),
+        ("drafter.head_dim=7", "drafter.head_dim=7 must be even"),
+        ("drafter.num_key_value_heads=0", "drafter.num_key_value_heads=0 must be at least 1"),
+        ("target.max_length=513", "target.max_length=513 exceeds the target's 512 positions"),
+        ("sampling.max_new_tokens=256", "sampling.max_new_tokens=256 leaves no room for a prompt in target.max_length=256"),
+        ("trainer.row_tokens=16", "trainer.row_tokens=16 cannot hold a prompt and an answer"),
+        ("decoding.num_speculative_tokens=17", "decoding.num_speculative_tokens=17 is more than an answer may have (16 tokens)"),
+        ("drafter.loss.weights.mse=1", "loss name mse is unknown"),
+        ("logger.trackers=[pencil]", "logger.trackers: pencil is unknown"),
+        ("logger.trackers=[swanlab]", "logger.trackers: swanlab is not installed: pip install swanlab"),
+        ("target.path=nowhere/at/all", "target.path=nowhere/at/all is not a folder"),
+        ("drafter.path=nowhere", "drafter.path: nowhere holds no drafter (config.json is missing)"),
+        ("suite.prompts=nowhere.jsonl", "suite.prompts: no prompt file nowhere.jsonl"),
+        ("suite=jsonl", "suite.prompts is empty"),
+        ("data.heldout=train.jsonl", "8 of its 8 prompts are training prompts too"),
+        ("data.train=empty.jsonl", "empty.jsonl holds no prompts"),
+        ("data.train=broken.jsonl", "broken.jsonl:2:"),
+        ("data.train=missing.jsonl", "data.train: no prompt file missing.jsonl"),
+        ("target.device=cuda:99", "target.device=cuda:99"),
+    ],
+)
+def test_refused_before_work_starts(capsys, workplace, tmp_path, argument, message):
+    (tmp_path / "empty.jsonl").write_text("\n")
+    (tmp_path / "broken.jsonl").write_text('{"turns": ["a"]}\n{"turns": [}\n')
+    for code, _, err in (dry_run(capsys, *workplace, argument), (cli.main(["run", *workplace, argument]), *capsys.readouterr())):
+        assert (code, err.count("\n")) == (2, 1), err
+        assert message in err
+        assert not (tmp_path / "run").exists()
+
+
+def test_a_run_directory_of_another_target(capsys, workplace, tmp_path):
+    manifest = {"schema_version": 1, "target": {"id": "other", "revision": "1"}, "stages": {}}
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/manifest.json").write_text(json.dumps(manifest))
+    code, _, err = dry_run(capsys, *workplace)
+    assert code == 2
+    assert "run.dir=run belongs to another target (id other, this configuration has tiny)" in err
+
+
+def test_eval_needs_a_drafter_of_this_target(capsys, workplace, tmp_path):
+    code, _, err = dry_run(capsys, *workplace, verb="eval")
+    assert code == 2
+    assert "run.dir: run/drafter holds no drafter (config.json is missing): run spectrain fit first" in err
+    (tmp_path / "drafter").mkdir()
+    (tmp_path / "drafter/model.safetensors").write_bytes(b"")
+    for wrong, message in (
+        ({"target_hidden_size": 64}, "its target_hidden_size is 64, this target's 32"),
+        ({"transformer_layer_config": {"vocab_size": 9}}, "its vocab_size is 9, this target's 304"),
+        ({"eagle_aux_hidden_state_layer_ids": [2, 9]}, "it reads tap 9 of 7 layers"),
+    ):
+        (tmp_path / "drafter/config.json").write_text(json.dumps(wrong))
+        code, _, err = dry_run(capsys, *workplace, "drafter.path=drafter", verb="eval")
+        assert (code, err.count("\n")) == (2, 1)
+        assert "was trained for another target" in err
+        assert message in err
+
+
+def test_eval_without_a_run_needs_prompts_of_its_own(capsys, workplace, target):
+    code, _, err = dry_run(capsys, f"target.path={target}", "run.dir=run", verb="eval")
+    assert code == 2
+    assert "suite.prompts=heldout needs the run's prompts" in err
+
+
+def test_a_disk_that_is_too_small(workplace, monkeypatch, capsys):
+    class Usage:
+        free = 10_000
+
+    monkeypatch.setattr("shutil.disk_usage", lambda path: Usage)
+    code, _, err = dry_run(capsys, *workplace)
+    assert code == 2
+    assert "the states need up to" in err
+    assert check_disk.__doc__
+
+
+def test_the_estimate_counts_what_the_store_will_hold(capsys, workplace, target):
+    from spectrain.checks import prepare
+    from spectrain.compose import compose
+
+    context = prepare(compose([*workplace, "states.dtype=bfloat16"]), "run")
+    numbers = plan.estimate(context)
+    # (3 taps + 1) × 32 values of 2 bytes, and 4 + 1 + 4 bytes for id, mask and normalizer.
+    assert numbers.states_bytes == numbers.tokens * (4 * 32 * 2 + 9)
+    assert numbers.generated_tokens == 12 * 16
+    # Counted by hand: fc 3·32·32; q, k, v from 64 to (4 + 2 + 2)·8; o; gate, up, down of 48; head of 100 rows.
+    assert numbers.drafter_parameters == 3 * 32 * 32 + 64 * 64 + 32 * 32 + 3 * 32 * 48 + 100 * 32
+
+
+def test_the_estimate_of_the_target_is_its_size(target, workplace):
+    from safetensors import safe_open
+
+    from spectrain.target.spec import TargetSpec
+
+    with safe_open(target / "model.safetensors", "pt") as file:
+        matrices = [file.get_tensor(name).numel() for name in file.keys() if "norm" not in name]  # noqa: SIM118 (not a dict)
+    assert plan.target_parameters(TargetSpec.from_folder(target)) == sum(matrices)

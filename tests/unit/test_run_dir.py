@@ -1,0 +1,187 @@
+"""The run directory: when a stage runs, what is removed, and what survives a crash."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from spectrain.errors import InputError, RunError
+from spectrain.run_dir import Inputs, RunDir, file_digest, write_atomically
+
+FIXED = {"target": "t", "drafter.taps": [2, 15, 27]}
+GROWING = {"prompts": "10 (aa)"}
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    run_dir = RunDir(tmp_path / "run")
+    with run_dir.locked():
+        yield run_dir
+
+
+def finish(run_dir, name, fixed=FIXED, growing=GROWING, output=None):
+    with run_dir.running(run_dir.decide(name, Inputs(fixed, growing), whole=False)) as outputs:
+        for file in output or ():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text("x")
+        outputs["number"] = 1
+
+
+def decide(run_dir, name="capture", fixed=FIXED, growing=GROWING, whole=True):
+    return run_dir.decide(name, Inputs(fixed, growing), whole)
+
+
+def test_a_finished_stage_with_the_same_inputs_is_skipped(run_dir):
+    assert decide(run_dir).action == "start"
+    finish(run_dir, "capture")
+    decision = decide(run_dir)
+    assert decision.skip
+    assert str(decision) == "capture: unchanged, skipped"
+    assert run_dir.outputs("capture") == {"number": 1}
+
+
+def test_tuples_and_lists_are_the_same_input(run_dir):
+    finish(run_dir, "capture", fixed={"drafter.taps": (1, 2)})
+    assert decide(run_dir, fixed={"drafter.taps": [1, 2]}).skip
+
+
+def test_a_changed_fixed_input_says_what_changed_and_removes_what_came_of_it(run_dir):
+    finish(run_dir, "generate", output=[run_dir.responses / "part"])
+    finish(run_dir, "capture", output=[run_dir.states / "shard"])
+    finish(run_dir, "fit", growing={}, output=[run_dir.drafter / "config.json", run_dir.metrics])
+    finish(run_dir, "eval/heldout-n3-t0", growing={}, output=[run_dir.eval / "a.json", run_dir.report])
+    decision = decide(run_dir, fixed=FIXED | {"drafter.taps": [1, 2, 3]})
+    assert str(decision) == "capture: drafter.taps changed from [2, 15, 27] to [1, 2, 3]: states are captured again"
+    with run_dir.running(decision):
+        assert (run_dir.responses / "part").exists()
+        assert not any(path.exists() for path in (run_dir.states, run_dir.drafter, run_dir.metrics, run_dir.eval, run_dir.report))
+    assert set(run_dir.manifest()["stages"]) == {"generate", "capture"}
+
+
+def test_a_changed_growing_input_keeps_what_is_there(run_dir):
+    finish(run_dir, "generate", output=[run_dir.responses / "part"])
+    more = {"prompts": "12 (bb)"}
+    decision = decide(run_dir, "generate", growing=more, whole=False)
+    assert (decision.action, str(decision)) == ("resume", "generate: prompts changed from 10 (aa) to 12 (bb): what is missing is added")
+    with run_dir.running(decision):
+        assert (run_dir.responses / "part").exists()
+    # Fewer prompts again: nothing is missing, but the manifest must name the new inputs.
+    decision = decide(run_dir, "generate", whole=True)
+    assert (decision.action, decision.skip) == ("resume", False)
+
+
+def test_an_interrupted_stage_continues(run_dir):
+    with pytest.raises(KeyboardInterrupt), run_dir.running(decide(run_dir)):
+        raise KeyboardInterrupt
+    decision = decide(run_dir)
+    assert (decision.action, str(decision)) == ("resume", "capture: interrupted before, continues")
+
+
+def test_missing_outputs_are_made_again(run_dir):
+    finish(run_dir, "generate")
+    assert decide(run_dir, "generate", whole=False).action == "resume"
+    finish(run_dir, "fit", growing={}, output=[run_dir.checkpoints / "step"])
+    # A drafter cannot be half there: its checkpoints would say that training is over.
+    decision = decide(run_dir, "fit", growing={}, whole=False)
+    assert decision.action == "restart"
+    with run_dir.running(decision):
+        assert not run_dir.checkpoints.exists()
+
+
+def test_a_kill_while_removing_does_not_leave_a_stage_that_looks_whole(run_dir, monkeypatch):
+    finish(run_dir, "capture", output=[run_dir.states / "shard"])
+    monkeypatch.setattr("spectrain.run_dir._remove", lambda path: (_ for _ in ()).throw(SystemExit))
+    changed = FIXED | {"drafter.taps": [1]}
+    with pytest.raises(SystemExit), run_dir.running(decide(run_dir, fixed=changed)):
+        pass
+    monkeypatch.undo()
+    for fixed in (changed, FIXED):
+        assert decide(run_dir, fixed=fixed).action == "restart"
+    with run_dir.running(decide(run_dir, fixed=changed)):
+        assert not run_dir.states.exists()
+
+
+def test_parts_of_a_stage_stand_beside_each_other(run_dir):
+    finish(run_dir, "eval/heldout-n3-t0", growing={}, output=[run_dir.eval / "n3.json"])
+    finish(run_dir, "eval/heldout-n5-t0", growing={}, output=[run_dir.eval / "n5.json"])
+    decision = decide(run_dir, "eval/heldout-n5-t0", fixed=FIXED | {"drafter": "other"}, growing={})
+    assert decision.reason.endswith("drafter changed from null to other: it is measured again")
+    with run_dir.running(decision):
+        assert (run_dir.eval / "n3.json").exists()
+    assert decide(run_dir, "eval/heldout-n3-t0", growing={}).skip
+
+
+def test_a_directory_of_another_target_is_refused(run_dir):
+    run_dir.set_target({"id": "a", "revision": "1"})
+    run_dir.check({"id": "a", "revision": "1"})
+    with pytest.raises(InputError, match=r"belongs to another target \(id a, this configuration has b\)"):
+        run_dir.check({"id": "b", "revision": "1"})
+    with pytest.raises(InputError, match=r"belongs to another target \(revision 1"):
+        run_dir.check({"id": "a", "revision": "2"})
+
+
+def test_a_folder_that_is_no_run_directory_is_refused(tmp_path):
+    (tmp_path / "responses").mkdir()
+    with pytest.raises(InputError, match=r"holds responses but no manifest\.json"):
+        RunDir(tmp_path).check({})
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(InputError, match="is a file"):
+        RunDir(tmp_path / "file").check({})
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"stages": {}}', '{"schema_version": 99, "stages": {}, "target": null}'])
+def test_a_broken_manifest_is_named(tmp_path, text):
+    (tmp_path / "manifest.json").write_text(text)
+    with pytest.raises(InputError, match=r"manifest\.json"):
+        RunDir(tmp_path).check({})
+
+
+def test_looking_touches_nothing(tmp_path):
+    run_dir = RunDir(tmp_path / "none")
+    run_dir.check({"id": "a"})
+    assert decide(run_dir).action == "start"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_writing_needs_the_lock(tmp_path):
+    run_dir = RunDir(tmp_path)
+    with pytest.raises(RunError, match="not this run's to write"), run_dir.running(decide(run_dir)):
+        pass
+
+
+HOLD = (
+    "import sys; from spectrain.run_dir import RunDir\nwith RunDir(sys.argv[1]).locked():\n    print('held', flush=True); sys.stdin.read()"
+)
+
+
+def test_two_processes_cannot_work_in_one_directory_and_a_kill_releases_it(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        with pytest.raises(InputError, match=f"in use by process {holder.pid}"), RunDir(tmp_path).locked():
+            pass
+        holder.kill()
+    with RunDir(tmp_path).locked():
+        pass
+
+
+def test_atomic_writing_leaves_the_old_text_when_it_fails(tmp_path, monkeypatch):
+    path = tmp_path / "a.json"
+    write_atomically(path, "old")
+    monkeypatch.setattr("os.replace", lambda *args: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        write_atomically(path, "new")
+    assert path.read_text() == "old"
+
+
+def test_the_manifest_says_what_results_depend_on(run_dir):
+    finish(run_dir, "capture")
+    entry = json.loads((run_dir.path / "manifest.json").read_text())["stages"]["capture"]
+    assert {"status", "inputs", "digest", "outputs", "versions", "seconds"} <= entry.keys()
+    assert {"python", "torch", "transformers", "spectrain"} <= entry["versions"].keys()
+
+
+def test_file_digest_is_the_one_of_sha256sum(tmp_path):
+    (tmp_path / "a").write_bytes(b"abc")
+    assert file_digest(tmp_path / "a") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"

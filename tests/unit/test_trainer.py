@@ -1,0 +1,204 @@
+"""The training loop: what it logs, what it refuses before the optimiser moves, and which drafter it keeps."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from drafter_tools import (
+    MemoryStore,
+    Options,
+    as_dtype,
+    as_twin_document,
+    fit,
+    make_trainer,
+    random_document,
+    random_documents,
+    random_drafter,
+    tensors_of,
+    trainer_config,
+    twin_of,
+)
+from torch import Tensor
+from twins import brute_force_loss
+
+from spectrain.config import DecodingConfig
+from spectrain.data.states import TargetStates
+from spectrain.drafters.folder import load_drafter
+from spectrain.drafters.recurrent.drafter import Eagle3
+from spectrain.errors import RunError
+
+OPTIONS = Options(reduced=True)
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(drafter: Eagle3) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in tensors_of(drafter).items()}
+
+
+def one_batch(**options: Any) -> Any:
+    """Everything in one batch."""
+    return trainer_config(**{"row_tokens": 256, "epochs": 1, **options})
+
+
+def heldout(documents: list[TargetStates]) -> list[TargetStates]:
+    return [replace(states, split="heldout", key=f"held-{states.key}") for states in documents]
+
+
+def test_the_first_line_is_the_untrained_drafters_brute_force_loss(tmp_path: Path) -> None:
+    drafter = random_drafter(OPTIONS)
+    documents = random_documents(OPTIONS, drafter.head)
+    expected = brute_force_loss(twin_of(drafter), [as_twin_document(d) for d in documents], 3, OPTIONS.loss.weights, 0.8)
+    result = fit(tmp_path, drafter, MemoryStore(documents), one_batch(learning_rate=1e-3, warmup_fraction=0.0))
+    (line,) = [line for line in lines(tmp_path) if "loss" in line]
+    assert line["step"] == 1 and line["epoch"] == 1
+    assert line["loss"] == result.final_loss == pytest.approx(float(expected.loss.detach()) / expected.weight, rel=1e-5)
+    assert line["positions"] == expected.count[0]
+    assert line["lr"] == 1e-3
+    for k in range(3):
+        assert line["accuracy_per_step"][k] == pytest.approx(expected.hits[k] / expected.count[k])
+        for name in ("ce", "tv"):
+            assert line[f"{name}_per_step"][k] == pytest.approx(expected.terms[name][k] / expected.count[k], rel=1e-5)
+
+
+def test_training_lowers_the_loss_and_writes_the_best_drafter(tmp_path: Path) -> None:
+    drafter = random_drafter(OPTIONS)
+    documents = random_documents(OPTIONS, drafter.head)
+    config = one_batch(epochs=30, eval_every_steps=10, learning_rate=1e-2)
+    result = fit(tmp_path, drafter, MemoryStore(documents + heldout(documents)), config)
+    losses = [line["loss"] for line in lines(tmp_path) if "loss" in line]
+    walks = {line["step"]: line["walk_acceptance_length"] for line in lines(tmp_path) if "walk_rounds" in line}
+    assert len(losses) == result.steps == 30
+    assert losses[-1] < 0.8 * losses[0]
+    assert set(walks) == {10, 20, 30}
+    assert result.best_acceptance_length == max(walks.values()) > 1.0
+    assert walks[result.best_step] == result.best_acceptance_length
+    recorded = json.loads((tmp_path / "drafter" / "config.json").read_text())["spectrain"]
+    assert recorded["step"] == result.best_step and recorded["walk_acceptance_length"] == result.best_acceptance_length
+
+
+def test_a_worse_drafter_never_replaces_a_better_one(tmp_path: Path) -> None:
+    drafter = random_drafter(OPTIONS)
+    documents = random_documents(OPTIONS, drafter.head)
+    config = one_batch(epochs=8, eval_every_steps=1, learning_rate=1e-2, keep_checkpoints=1, schedule="constant")
+    trainer = make_trainer(tmp_path, drafter, MemoryStore(documents + heldout(documents)), config)
+    saved: dict[int, dict[str, Tensor]] = {}
+    best = trainer.fit()
+    walks = [line["walk_acceptance_length"] for line in lines(tmp_path) if "walk_rounds" in line]
+    first_best = walks.index(max(walks)) + 1
+    assert best.best_step == first_best  # of equals the first
+    # What is kept is the drafter of that step, though checkpoints have rotated past it.
+    again = random_drafter(OPTIONS)
+    again_trainer = make_trainer(tmp_path / "again", again, MemoryStore(documents + heldout(documents)), config)
+    for optimizer in again_trainer.optimizers[-1:]:
+        optimizer.register_step_post_hook(lambda *_: saved.update({len(saved) + 1: weights(again)}))
+    again_trainer.fit()
+    kept = tensors_of(load_drafter(tmp_path / "drafter"))  # type: ignore[arg-type]
+    assert all(torch.equal(kept[name], tensor) for name, tensor in saved[first_best].items())
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000008"]
+
+
+@pytest.mark.parametrize("masks", [[], ["00001"]], ids=["no held-out text", "held-out text without a round"])
+def test_where_the_walk_has_nothing_to_say_the_last_drafter_is_kept(tmp_path: Path, masks: list[str]) -> None:
+    drafter = random_drafter(OPTIONS)
+    documents = random_documents(OPTIONS, drafter.head)
+    extra = heldout([random_document(mask, 3, 50 + i, drafter.head) for i, mask in enumerate(masks)])
+    result = fit(tmp_path, drafter, MemoryStore(documents + extra), one_batch(epochs=3))
+    assert result.best_step == 3 and math.isnan(result.best_acceptance_length)
+    kept = tensors_of(load_drafter(tmp_path / "drafter"))  # type: ignore[arg-type]
+    assert all(torch.equal(kept[name], tensor) for name, tensor in weights(drafter).items())
+    assert len([line for line in lines(tmp_path) if "loss" in line]) == 3
+    assert "NaN" not in (tmp_path / "drafter" / "config.json").read_text()  # not JSON: other readers stumble over it
+
+
+def stopped(tmp_path: Path, documents: list[TargetStates], message: str, **options: Any) -> None:
+    drafter = random_drafter(OPTIONS)
+    before = weights(drafter)
+    trainer = make_trainer(tmp_path, drafter, MemoryStore(documents), one_batch(**options))
+    with pytest.raises(RunError, match=message) as error:
+        trainer.fit()
+    assert error.value.exit_code == 1 and "\n" not in str(error.value)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(drafter).items())
+    assert not any(optimizer.state for optimizer in trainer.optimizers)
+    assert not (tmp_path / "drafter").exists() and not list((tmp_path / "checkpoints").glob("*"))
+
+
+@pytest.mark.parametrize("field", ["taps", "last_hidden"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_stops_before_the_optimiser(tmp_path: Path, field: str, value: float) -> None:
+    documents = random_documents(OPTIONS)
+    broken = getattr(documents[0], field).clone()
+    broken[4] = value
+    stopped(tmp_path, [replace(documents[0], **{field: broken}), *documents[1:]], "not finite at step 1")
+
+
+def test_a_batch_in_which_nothing_counts_stops_before_the_optimiser(tmp_path: Path) -> None:
+    empty = [random_document(mask, 3, i) for i, mask in enumerate(["0000", "01", "00001"])]
+    stopped(tmp_path, empty, "no position counts in the batch of step 1.*mask")
+
+
+def test_without_documents_there_is_no_trainer(tmp_path: Path) -> None:
+    drafter = random_drafter(OPTIONS)
+    with pytest.raises(RunError, match="no training documents"):
+        make_trainer(tmp_path, drafter, MemoryStore(heldout(random_documents(OPTIONS))), one_batch())
+
+
+def test_documents_longer_than_a_row_are_cut_not_dropped(tmp_path: Path) -> None:
+    drafter = random_drafter(OPTIONS)
+    fit(tmp_path, drafter, MemoryStore([random_document("0" * 4 + "1" * 20, 3, 0)]), one_batch(row_tokens=10))
+    (line,) = [line for line in lines(tmp_path) if "loss" in line]
+    assert line["positions"] == 5  # of ten tokens, six generated: five pairs of them
+
+
+def test_a_sampled_walk_is_the_same_at_every_evaluation_of_the_same_weights(tmp_path: Path) -> None:
+    drafter = random_drafter(OPTIONS)
+    documents = random_documents(OPTIONS, drafter.head)
+    decoding = DecodingConfig(temperature=1.0, proposal_policy="sample", num_speculative_tokens=2)
+    config = trainer_config(decoding, row_tokens=256, epochs=2, eval_every_steps=1, learning_rate=1e-12, warmup_fraction=0.0)
+    fit(tmp_path, drafter, MemoryStore(documents + heldout(documents)), config)
+    walks = [
+        {name: value for name, value in line.items() if name not in ("step", "walk_seconds")}
+        for line in lines(tmp_path)
+        if "walk_rounds" in line
+    ]
+    assert len(walks) == 2 and walks[0]["walk_rounds"] == walks[1]["walk_rounds"] > 0
+    assert walks[0]["walk_acceptance_length"] == walks[1]["walk_acceptance_length"]
+    assert set(walks[0]["walk_acceptance_length_by_n"]) == {"1", "2", "3"}
+
+
+def test_bfloat16_computes_coarsely_and_keeps_float32_weights(tmp_path: Path) -> None:
+    """Updates of a thousandth of a weight would round away in bfloat16."""
+    losses = {}
+    for precision in ("float32", "bfloat16"):
+        drafter = random_drafter(OPTIONS, dtype=torch.float32)
+        before = weights(drafter)
+        store = MemoryStore([as_dtype(d, torch.float32) for d in random_documents(OPTIONS, drafter.head)])
+        config = one_batch(precision=precision, learning_rate=1e-5, warmup_fraction=0.0)
+        losses[precision] = fit(tmp_path / precision, drafter, store, config).final_loss
+        after = weights(drafter)
+        assert all(tensor.dtype == torch.float32 for tensor in after.values())
+        assert all(not torch.equal(tensor, before[name]) for name, tensor in after.items())
+        assert max(float((tensor - before[name]).abs().max()) for name, tensor in after.items()) < 2e-5
+    assert losses["bfloat16"] != losses["float32"]
+    assert losses["bfloat16"] == pytest.approx(losses["float32"], rel=0.02)
+
+
+def test_states_in_bfloat16_train_a_float32_drafter(tmp_path: Path) -> None:
+    losses = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        drafter = random_drafter(OPTIONS, dtype=torch.float32)
+        documents = [as_dtype(d, dtype) for d in random_documents(OPTIONS, drafter.head)]
+        documents = [replace(d, log_normalizer=None) for d in documents]  # it belongs to the states before they were rounded
+        losses[dtype] = fit(tmp_path / str(dtype), drafter, MemoryStore(documents), one_batch()).final_loss
+    assert losses[torch.bfloat16] == pytest.approx(losses[torch.float32], rel=0.02)
