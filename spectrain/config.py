@@ -119,7 +119,7 @@ LOSS_NAMES = ("ce", "kl", "tv", "lk")
 
 @dataclass(frozen=True)
 class LossConfig:
-    """Weights of the loss terms of ALGORITHMS section 5, and of the steps."""
+    """Weights of the loss terms (defined in ``drafters/losses.py``), and of the unrolled steps."""
 
     weights: dict[str, float] = field(default_factory=lambda: {"ce": 0.1, "tv": 0.9})
     step_decay: float = 0.8  # weight of recurrent step k is step_decay ** k

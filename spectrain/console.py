@@ -50,7 +50,7 @@ class ProgressBar:
                 console=console,
                 speed_estimate_period=60,
             )
-            self._task = self._bar.add_task(title, total=total, completed=done, unit=unit, note="")
+            self._task = self._bar.add_task(title, total=total, completed=int(done), unit=unit, note="")
 
     def __enter__(self) -> ProgressBar:
         if self._bar is not None:

@@ -19,7 +19,9 @@ def replace_folder(folder: Path, fill: Callable[[Path], None]) -> None:
     recover_folder(folder)
     fresh.mkdir()
     fill(fresh)
+    mode = fresh.stat().st_mode & 0o666  # a writer that makes files private (safetensors) must not decide who may read a drafter
     for path in fresh.iterdir():
+        path.chmod(mode)
         sync(path)
     sync(fresh)
     if folder.exists():

@@ -10,6 +10,7 @@ Costs: best fit by decreasing length is O(documents · log rows) once an epoch; 
 from __future__ import annotations
 
 import bisect
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -41,8 +42,8 @@ class PackedBatch:
         return torch.bincount(self.document_ids_T).tolist()
 
     def to(self, device: torch.device | str) -> PackedBatch:
-        moved = {name: None if tensor is None else tensor.to(device, non_blocking=True) for name, tensor in vars(self).items()}
-        return PackedBatch(**moved)
+        moved = {name: tensor.to(device, non_blocking=True) for name, tensor in vars(self).items() if tensor is not None}
+        return dataclasses.replace(self, **moved)
 
 
 def pack_batch(documents: Sequence[TargetStates], max_tokens: int | None = None) -> PackedBatch:

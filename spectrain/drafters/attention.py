@@ -119,7 +119,8 @@ def _sdpa(q_MNd: Tensor, k0_TGd: Tensor, v0_TGd: Tensor, own_k: list[Tensor], ow
         diagonal = torch.eye(m, dtype=torch.bool, device=visible.device)
         visible = torch.cat([visible, *[diagonal] * len(own_k)], dim=1)
     k, v = (torch.cat([first, *rest]).repeat_interleave(n // first.shape[1], dim=1) for first, rest in ((k0_TGd, own_k), (v0_TGd, own_v)))
-    out = F.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in (q_MNd, k, v)), attn_mask=visible[None, None])
+    q_1NMd, k_1NSd, v_1NSd = (x.transpose(0, 1)[None] for x in (q_MNd, k, v))
+    out = F.scaled_dot_product_attention(q_1NMd, k_1NSd, v_1NSd, attn_mask=visible[None, None])
     return out[0].transpose(0, 1)
 
 

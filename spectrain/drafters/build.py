@@ -23,10 +23,26 @@ from spectrain.target.head import TargetHead
 from spectrain.target.spec import TargetSpec
 
 _INIT_STD = 0.02
+# The norm in front of a layer's MLP: Gemma's has a name of its own, and its post_attention_layernorm is something else.
+_MLP_NORMS = ("pre_feedforward_layernorm.weight", "post_attention_layernorm.weight")
 # Frequencies of one plain rotary embedding. Partial and multi-axis settings of a target describe its own heads, not the drafter's.
 _ROPE_KEYS = frozenset(
-    "rope_type rope_theta factor low_freq_factor high_freq_factor original_max_position_embeddings attention_factor "
-    "beta_fast beta_slow mscale mscale_all_dim short_factor long_factor truncate".split()
+    (
+        "rope_type",
+        "rope_theta",
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "short_factor",
+        "long_factor",
+        "truncate",
+    )
 )
 
 
@@ -112,13 +128,13 @@ def _copy_from_target(drafter: Eagle3, spec: TargetSpec, head: TargetHead, folde
     offset = 1.0 if head.one_plus else 0.0
     body.norm.weight.copy_(head.norm_weight + offset)
     last = _last_layer(spec, head, folder)
-    norm = last.get("post_attention_layernorm.weight")
+    norm = next((last[name] for name in _MLP_NORMS if name in last), None)
     projections = [(getattr(layer.mlp, name).weight, last.get(f"mlp.{name}.weight")) for name in ("gate_proj", "up_proj", "down_proj")]
     if norm is None or any(source is None or source.shape != own.shape for own, source in projections):
         return  # a mixture of experts, fused projections, another width: the drafter's own initialisation stands
     layer.post_attention_layernorm.weight.copy_(norm.float() + offset)
     for own, source in projections:
-        own.copy_(source)  # type: ignore[arg-type]
+        own.copy_(source)
 
 
 def _last_layer(spec: TargetSpec, head: TargetHead, folder: Path) -> dict[str, Tensor]:
@@ -127,9 +143,8 @@ def _last_layer(spec: TargetSpec, head: TargetHead, folder: Path) -> dict[str, T
     family = head.math.family
     for prefix in family.prefixes:
         start = f"{prefix}{family.layers}.{spec.num_layers - 1}."
-        names = [
-            name for name in reader.names if name.startswith(start) and "mlp" in name or name == f"{start}post_attention_layernorm.weight"
-        ]
+        parts = ("mlp.", *_MLP_NORMS)
+        names = [name for name in reader.names if name.startswith(tuple(f"{start}{part}" for part in parts))]
         if names:
             return {name.removeprefix(start): reader.get(name) for name in names}
     return {}

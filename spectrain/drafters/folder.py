@@ -1,8 +1,8 @@
 """The drafter's folder: ``config.json`` and ``model.safetensors`` in the speculators layout, which is what vLLM serves as it is.
 
-There is no converter between training and serving: parameters carry vLLM's names, every switch whose default differs between writers and readers is
-written out, ids of taps are written unchanged (the residual stream after so many layers). Facts of training that a server ignores
-stand under ``spectrain``. Weights are stored in the type they were trained in, so reading a folder gives the same bits.
+There is no converter between training and serving: parameters carry vLLM's names, every switch whose default differs between writers and
+readers is written out, ids of taps are written unchanged (the residual stream after so many layers). Facts of training that a server
+ignores stand under ``spectrain``. Weights are stored in the type they were trained in, so reading a folder gives the same bits.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
+from spectrain.target.cpu_linear import linear
 from spectrain.target.head import TargetHead
 
 CHUNK_BYTES = 24 << 20  # of student logits; a few times this is alive at once
@@ -46,7 +46,7 @@ class Teacher:
         """log q restricted to the draft vocabulary, float32 [C, D]; its exponentials sum to the mass inside, not to 1."""
         hidden_CH = self.last_hidden_UH[part]
         rows_DH = self.head.lm_head_weight if self.rows_DH is None else self.rows_DH
-        logits_CD = self.head.transform_logits(F.linear(self.head.post_norm(hidden_CH), rows_DH))
+        logits_CD = self.head.transform_logits(linear(self.head.post_norm(hidden_CH), rows_DH))
         if self.log_normalizer_U is not None:
             log_normalizer_C = self.log_normalizer_U[part]
         else:
@@ -98,7 +98,7 @@ class _DraftLoss(torch.autograd.Function):
     """Loss and its gradient in one pass over chunks of teacher positions."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         hidden_KUH: Tensor,
         lm_head_DH: Tensor,
@@ -124,7 +124,7 @@ class _DraftLoss(torch.autograd.Function):
             for start in range(0, u, chunk):
                 part = slice(start, min(start + chunk, u))
                 hidden_CH = hidden_KUH[:, part].detach().to(dtype).reshape(-1, h)
-                logits_KCD = (hidden_CH @ matrix_DH.T).to(accumulate).view(k, -1, d)
+                logits_KCD = linear(hidden_CH, matrix_DH).to(accumulate).view(k, -1, d)
                 log_q_CD = teacher.log_law(part).to(accumulate)
                 loss += _chunk_loss(logits_KCD, log_q_CD, target_U[part], weight_KU[:, part], loss_weights, stats_K)
                 d_logits = logits_KCD.view(-1, d).to(dtype)

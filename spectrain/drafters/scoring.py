@@ -1,8 +1,8 @@
 """Acceptance of a document's own tokens, for the walk.
 
 At temperature 0 a slot is accepted iff the drafter's arg max is the document's token. At temperature > 0 the document was drawn
-from the target's truncated law q, and the server would accept its token with probability min(1, p/q); a drafter that proposes its arg max has a
-one-hot p, which makes that probability 0 or 1 again. Chunked like the losses: no [tokens, vocabulary] is ever whole.
+from the target's truncated law q, and the server would accept its token with probability min(1, p/q); a drafter that proposes its arg
+max has a one-hot p, which makes that probability 0 or 1 again. Chunked like the losses: no [tokens, vocabulary] is ever whole.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from spectrain.data.vocab import DraftVocab
 from spectrain.decoding.verify import Law, truncated_log_probs
 from spectrain.decoding.walk import acceptance_probability
 from spectrain.drafters.losses import CHUNK_BYTES, Teacher
+from spectrain.target.cpu_linear import linear
 from spectrain.target.families import at_least_float32
 
 
@@ -38,7 +39,7 @@ def accept_probability(
     accept_KU = torch.zeros(k, u, device=hidden_KUH.device)
     for start in range(0, u, chunk):
         part = slice(start, min(start + chunk, u))
-        logits_KCD = at_least_float32(hidden_KUH[:, part] @ lm_head_DH.T.to(hidden_KUH.dtype))
+        logits_KCD = at_least_float32(linear(hidden_KUH[:, part], lm_head_DH.to(hidden_KUH.dtype)))
         if draft_law.greedy:
             accept_KU[:, part] = (logits_KCD.argmax(-1) == draft_U[part]).float()
             continue

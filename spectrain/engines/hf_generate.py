@@ -30,7 +30,7 @@ from spectrain.data.prompts import Conversation
 from spectrain.data.responses import Response, Sampling
 from spectrain.decoding.verify import Law, sample, truncated_log_probs
 from spectrain.errors import InputError
-from spectrain.target.cache import SlotCache, SnapshotCache, TargetCache, open_cache
+from spectrain.target.cache import TargetCache, open_cache
 from spectrain.target.cpu_attention import cpu_attention
 from spectrain.target.model import TargetModel
 
@@ -185,7 +185,10 @@ class ResponseGenerator:
         joined.keep(lengths)
         ends_B = torch.tensor(lengths, device=self._target.device) - 1
         self._draw(joining, output.last_hidden_BSH[torch.arange(len(joining), device=ends_B.device), ends_B])
-        return joined if cache is None else _joined(cache, joined)
+        if cache is None:
+            return joined
+        cache.extend(joined)
+        return cache
 
     def _decode(self, rows: list[Dialogue], cache: TargetCache) -> None:
         """One more token for every row."""
@@ -215,23 +218,3 @@ def _selected(cache: TargetCache | None, rows: list[int]) -> TargetCache | None:
         return None
     cache.select(rows)
     return cache
-
-
-def _joined(cache: TargetCache, other: TargetCache) -> TargetCache:
-    """``cache`` with the rows of ``other`` appended."""
-    if isinstance(cache, SnapshotCache) and isinstance(other, SnapshotCache):
-        cache._rows += other._rows
-    elif isinstance(cache, SlotCache) and isinstance(other, SlotCache):
-        cache._lengths += other._lengths
-        for mine, theirs in zip(cache.layers, other.layers, strict=True):
-            mine.keys, mine.values = _stacked(mine.keys, theirs.keys), _stacked(mine.values, theirs.values)
-    return cache
-
-
-def _stacked(first_BNCD: Tensor, second_BNCD: Tensor) -> Tensor:
-    """Rows of both, with the larger capacity C; slots beyond a row's length are never shown."""
-    batch, heads, capacity, dim = first_BNCD.shape
-    both_BNCD = first_BNCD.new_zeros(batch + second_BNCD.shape[0], heads, max(capacity, second_BNCD.shape[2]), dim)
-    both_BNCD[:batch, :, :capacity] = first_BNCD
-    both_BNCD[batch:, :, : second_BNCD.shape[2]] = second_BNCD
-    return both_BNCD

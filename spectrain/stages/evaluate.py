@@ -33,6 +33,7 @@ from spectrain.share import prompt_roots
 from spectrain.stages import capture
 from spectrain.stages.context import Context
 from spectrain.stages.report import Answer, write_run_report
+from spectrain.target.cpu_linear import speed_up
 from spectrain.target.head import TargetHead
 from spectrain.training.walk_eval import evaluate_by_walk, serving_laws
 
@@ -107,6 +108,7 @@ def _measure(context: Context) -> tuple[EvaluationRecord, list[Answer]]:
     folder = context.measured_drafter
     drafter = load_drafter(folder)
     drafter.attach(TargetHead.from_checkpoint(context.target.folder, device=context.model.device)).to(context.model.device)
+    speed_up(drafter)
     methods = [_Method("none", None)] if "none" in config.suite.baselines else []
     if "ngram" in config.suite.baselines:
         methods.append(_Method("ngram", NGramProposer(config.decoding.ngram_max, config.decoding.ngram_min)))

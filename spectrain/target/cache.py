@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -45,6 +45,10 @@ class TargetCache(Protocol):
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows of the batch, in this order."""
+        ...
+
+    def extend(self, other: Self) -> None:
+        """Append the rows of another cache of the same target, which is not to be used any more."""
         ...
 
 
@@ -84,6 +88,11 @@ class SlotCache(Cache):
         self._lengths = [self._lengths[row] for row in rows]
         for layer in self.layers:
             layer.batch_select_indices(torch.tensor(rows, device=layer.keys.device))
+
+    def extend(self, other: SlotCache) -> None:
+        self._lengths += other._lengths
+        for mine, theirs in zip(self.layers, other.layers, strict=True):
+            mine.keys, mine.values = _stacked(mine.keys, theirs.keys), _stacked(mine.values, theirs.values)
 
 
 @dataclass(frozen=True)
@@ -145,6 +154,15 @@ def _written(buffer_BNCD: Tensor, new_BNTD: Tensor, write: SlotWrite) -> Tensor:
         rows_B1 = torch.arange(batch, device=buffer_BNCD.device)[:, None]
         buffer_BNCD[rows_B1, :, write.slots] = new_BNTD.transpose(1, 2)
     return buffer_BNCD
+
+
+def _stacked(first_BNCD: Tensor, second_BNCD: Tensor) -> Tensor:
+    """Rows of both, with the larger of their capacities."""
+    batch, heads, capacity, dim = first_BNCD.shape
+    both_BNCD = first_BNCD.new_zeros(batch + second_BNCD.shape[0], heads, max(capacity, second_BNCD.shape[2]), dim)
+    both_BNCD[:batch, :, :capacity] = first_BNCD
+    both_BNCD[batch:, :, : second_BNCD.shape[2]] = second_BNCD
+    return both_BNCD
 
 
 class AttentionMasks:
@@ -212,6 +230,9 @@ class SnapshotCache:
 
     def select(self, rows: Sequence[int]) -> None:
         self._rows = [self._rows[row] for row in rows]
+
+    def extend(self, other: SnapshotCache) -> None:
+        self._rows += other._rows
 
 
 class _SnapshotRow:

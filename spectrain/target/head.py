@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from spectrain.errors import InputError
 from spectrain.target.checkpoint import CheckpointReader
+from spectrain.target.cpu_linear import linear
 from spectrain.target.families import Family, HeadMath, head_math
 from spectrain.target.spec import load_config
 
@@ -107,7 +108,7 @@ class TargetHead(nn.Module):
     def hidden_to_logits(self, last_hidden: torch.Tensor, vocab_ids: torch.Tensor | None = None) -> torch.Tensor:
         """Float32 logits [..., V], or [..., D] of the tokens ``vocab_ids`` [D]. Differentiable in ``last_hidden``."""
         weight = self.lm_head_weight if vocab_ids is None else self.lm_head_weight[vocab_ids]
-        return self.transform_logits(functional.linear(self.post_norm(last_hidden), weight))
+        return self.transform_logits(linear(self.post_norm(last_hidden), weight))
 
     def transform_logits(self, raw: torch.Tensor) -> torch.Tensor:
         """Raw products with rows of ``lm_head_weight`` to float32 logits: the family's scale and soft-cap, elementwise."""

@@ -21,6 +21,7 @@ from torch import nn
 from spectrain.config import TargetConfig
 from spectrain.data.chat import end_token_ids
 from spectrain.errors import ConfigError, InputError
+from spectrain.target.cpu_linear import speed_up
 from spectrain.target.families import HeadMath, head_math
 from spectrain.target.quiet import quiet_transformers
 from spectrain.target.resolve import ResolvedTarget
@@ -42,6 +43,7 @@ class TargetModel:
     def __init__(self, model: Any, tokenizer: Any, spec: TargetSpec, math: HeadMath) -> None:
         self.model, self.tokenizer, self.spec, self._math = model, tokenizer, spec, math
         self.model.eval().requires_grad_(False)
+        speed_up(self.model)
         self.generation_config = model.generation_config
         family = math.family
         self._decoder = _decoder_of(model, family.prefixes, family.layers)
@@ -68,7 +70,7 @@ class TargetModel:
                 model = AutoModelForCausalLM.from_pretrained(
                     str(resolved.folder),
                     dtype=choose_dtype(config.dtype, device, spec),
-                    attn_implementation=config.attn_implementation,
+                    attn_implementation=_attention(hf_config, config.attn_implementation),
                     use_safetensors=True,
                     device_map={"": device} if device.type != "cpu" else None,
                     **common,
@@ -141,6 +143,12 @@ class TargetModel:
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def _attention(hf_config: Any, asked: str) -> str:
+    """SDPA cannot cap attention scores, and transformers leaves the cap out rather than refuse (Gemma-2): such targets run eagerly."""
+    capped = getattr(hf_config.get_text_config(decoder=True), "attn_logit_softcapping", None)
+    return "eager" if capped and asked == "sdpa" else asked
 
 
 class _Recorder:

@@ -1,7 +1,7 @@
 """Optimisers and the learning-rate schedule.
 
-AdamW is torch's. Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) is ours because torch's runs its Newton–Schulz iteration
-in bfloat16 only, which a CPU without bfloat16 units emulates ten times slower than float32. It takes the 2-D matrices of the
+AdamW is torch's. Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) is ours because torch's runs its Newton–Schulz
+iteration in bfloat16 only, which a CPU without bfloat16 units emulates ten times slower than float32. It takes the 2-D matrices of the
 body; norms and lm_head stay with AdamW.
 """
 
@@ -24,7 +24,7 @@ _MOMENTUM = 0.95
 
 def orthogonalise(matrix: Tensor) -> Tensor:
     """Nearest semi-orthogonal matrix, roughly: UV' of the singular value decomposition, by five Newton–Schulz steps."""
-    x = matrix if matrix.is_cuda is False else matrix.bfloat16()
+    x = matrix.bfloat16() if matrix.is_cuda else matrix
     tall = x.shape[0] > x.shape[1]
     x = x.T if tall else x
     x = x / (x.norm() + 1e-7)
@@ -36,7 +36,7 @@ def orthogonalise(matrix: Tensor) -> Tensor:
 
 
 class Muon(Optimizer):
-    """Nesterov momentum, orthogonalised, scaled by 0.2·sqrt(max side) so that AdamW's learning rates and decays carry over (Liu et al. 2025, arXiv:2502.16982)."""
+    """Nesterov momentum, orthogonalised, times 0.2·sqrt(longer side): AdamW's rates carry over (Liu et al. 2025, arXiv:2502.16982)."""
 
     def __init__(self, params: list[nn.Parameter], lr: float, weight_decay: float = 0.0) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})

@@ -1,7 +1,7 @@
 """Which rows each rank sees at each optimiser step: stateless in (seed, epoch), so that a resumed run needs a step number and nothing else.
 
-A step consumes ``gradient_accumulation`` micro-batches of ``rows_per_batch`` rows on every rank. At the end of an epoch what is left makes a
-smaller step; a rank without rows gets an empty list and contributes zero gradients, so that the others need not wait.
+A step consumes ``gradient_accumulation`` micro-batches of ``rows_per_batch`` rows on every rank. At the end of an epoch what is left makes
+a smaller step; a rank without rows gets an empty list and contributes zero gradients, so that the others need not wait.
 """
 
 from __future__ import annotations

@@ -189,8 +189,8 @@ class Trainer:
     def _check(self, step: int, sums: StepSums) -> None:
         if sums.weight == 0:
             raise RunError(
-                f"no position counts in the batch of step {step + 1}: the loss mask of its documents is all zero, or every answer is one token; "
-                f"look at them with `spectrain inspect responses run.dir={self.config.run.dir}`"
+                f"no position counts in the batch of step {step + 1}: the loss mask of its documents is all zero, or every answer is one "
+                f"token; look at them with `spectrain inspect responses run.dir={self.config.run.dir}`"
             )
         if not math.isfinite(sums.loss):
             raise RunError(

@@ -43,8 +43,8 @@ def evaluate_by_walk(
 ) -> WalkResult:
     """Walk ``documents`` of the store with ``config.num_speculative_tokens`` drafts a round, and all lengths up to ``most_tokens``.
 
-    Scores come from one teacher-forced pass a document; random choices at temperature > 0 are drawn from (seed, document), so the figure does
-    not depend on batching.
+    Scores come from one teacher-forced pass a document; random choices at temperature > 0 are drawn from (seed, document), so the figure
+    does not depend on batching.
     """
     n = config.num_speculative_tokens
     most = max(n, most_tokens or n)

@@ -20,21 +20,26 @@ from spectrain.drafters.recurrent.eagle3 import Eagle3Body, Eagle3Shape
 from spectrain.drafters.recurrent.regression import start_by_regression
 from spectrain.drafters.recurrent.unroll import Columns, by_teacher, unroll
 from spectrain.drafters.scoring import accept_probability
+from spectrain.target.cpu_linear import linear
 from spectrain.target.families import at_least_float32
 from spectrain.target.head import TargetHead
 
 
 class Eagle3(Drafter):
-    """EAGLE-3 with any number of taps. ``steps`` is the number of steps unrolled in training; drafting can go further."""
+    """EAGLE-3 with any number of taps. ``steps`` are unrolled in training; drafting can go further."""
 
     method = "eagle3"
+    draft_ids_D: Tensor
+    target_to_draft_V: Tensor
 
     def __init__(
         self, shape: Eagle3Shape, vocab: DraftVocab, steps: int = 3, loss: LossConfig | None = None, attention: str = "auto"
     ) -> None:
         super().__init__()
         if (len(vocab.ids_D), vocab.target_size) != (shape.draft_vocab_size, shape.target_vocab_size):
-            raise ValueError(f"the vocabulary keeps {len(vocab.ids_D)} of {vocab.target_size} tokens, the shape says {shape.draft_vocab_size}")
+            raise ValueError(
+                f"the vocabulary keeps {len(vocab.ids_D)} of {vocab.target_size} tokens, the shape says {shape.draft_vocab_size}"
+            )
         self.shape, self.vocab, self.taps = shape, vocab, shape.taps
         self.steps, self.loss, self.attention = steps, loss or LossConfig(), attention
         self.body = Eagle3Body(shape)
@@ -105,7 +110,7 @@ class Eagle3(Drafter):
         steps = decode.draft_steps(self.body, self.rotary, self.head, cache, anchor_B, n)
         ids, laws = [], []
         for k, normed_BH in enumerate(steps):
-            logits_BD = at_least_float32(normed_BH @ self.lm_head_DH.T.to(normed_BH.dtype))
+            logits_BD = at_least_float32(linear(normed_BH, self.lm_head_DH.to(normed_BH.dtype)))
             if law.greedy:
                 draft_B = logits_BD.argmax(-1)
             else:

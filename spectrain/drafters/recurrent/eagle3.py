@@ -55,8 +55,6 @@ class Eagle3Layer(nn.Module):
         self.self_attn = Projections(shape.layer, 2 * hidden if self.is_first else hidden)
         self.post_attention_layernorm = RMSNorm(hidden, eps)
         self.mlp = SwiGLU(shape.layer)
-        import os
-        self.dx=nn.Dropout(float(os.environ.get('DX','0'))); self.dr=nn.Dropout(float(os.environ.get('DR','0')))
 
     def attention_input(self, feature: Tensor, embedding: Tensor) -> tuple[Tensor, Tensor]:
         """(residual stream [..., H], what q, k and v read [..., 2H or H])."""
@@ -64,16 +62,18 @@ class Eagle3Layer(nn.Module):
             return feature, self.input_layernorm(feature)
         normed = self.hidden_norm(feature)
         residual = normed if self.norm_before_residual else feature
-        return residual, self.dx(torch.cat([self.input_layernorm(embedding), normed], dim=-1))
+        return residual, torch.cat([self.input_layernorm(embedding), normed], dim=-1)
 
     def finish(self, residual: Tensor, heads: Tensor) -> Tensor:
         """Residual stream after the layer, from the attention's heads [..., N, hd]."""
-        middle = residual + self.dr(self.self_attn.output(heads))
-        return middle + self.dr(self.mlp(self.post_attention_layernorm(middle)))
+        middle = residual + self.self_attn.output(heads)
+        return middle + self.mlp(self.post_attention_layernorm(middle))
 
 
 class Eagle3Body(nn.Module):
     """fc, layers, norm and (with a reduced vocabulary) lm_head."""
+
+    layers: list[Eagle3Layer]  # in truth a ModuleList of them
 
     def __init__(self, shape: Eagle3Shape) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Eagle3Body(nn.Module):
         if shape.fc_norm:
             self.fc_norm = nn.ModuleList(RMSNorm(hidden, eps) for _ in shape.taps)
         self.fc = nn.Linear(width, hidden, bias=False)
-        self.layers = nn.ModuleList(Eagle3Layer(shape, i) for i in range(shape.num_layers))
+        self.layers = nn.ModuleList(Eagle3Layer(shape, i) for i in range(shape.num_layers))  # type: ignore[assignment]
         self.norm = RMSNorm(hidden, eps)
         if shape.owns_head:
             self.lm_head = nn.Linear(hidden, shape.draft_vocab_size, bias=False)
@@ -99,7 +99,7 @@ class Eagle3Body(nn.Module):
 
     def fuse(self, taps_AH: Tensor) -> Tensor:
         """Taps [..., A, H] -> feature [..., H]."""
-        return self.fc(self.layers[0].dx(self.normed_taps(taps_AH.to(self.fc.weight.dtype)).flatten(-2)))
+        return self.fc(self.normed_taps(taps_AH.to(self.fc.weight.dtype)).flatten(-2))
 
     def feed_back(self, output: Tensor, normed: Tensor) -> Tensor:
         """The feature of the next step."""

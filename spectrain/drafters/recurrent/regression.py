@@ -1,8 +1,8 @@
 """A closed-form start for a recurrent drafter: ridge regression instead of the first hundreds of steps.
 
-The target's own head reads y, its last hidden state. If the drafter's residual stream carried y_t when it enters a column and y_{t+1} when it
-leaves, the target's norm and head would turn it into the right prediction, and the next step would find what it expects. Much of the way
-from y_t to y_{t+1} is linear in y_t and in the embedding of x_{t+1}, so it can be solved for, from the front to the back:
+The target's own head reads y, its last hidden state. If the drafter's residual stream carried y_t when it enters a column and y_{t+1}
+when it leaves, the target's norm and head would turn it into the right prediction, and the next step would find what it expects. Much of
+the way from y_t to y_{t+1} is linear in y_t and in the embedding of x_{t+1}, so it can be solved for, from the front to the back:
 
     feature     fc(taps) = y_t                     ridge regression; exact where tap N is among the taps and normed
     attention   y_{t+1} − y_t = O V [norm(e_{t+1}); norm(f_t)]    reduced-rank regression of rank (key/value heads · head size);
@@ -11,11 +11,12 @@ from y_t to y_{t+1} is linear in y_t and in the embedding of x_{t+1}, so it can 
                 output matrix; twice, the second time with the features that the first solution feeds back
     the rest    output matrices of further layers are zero: they start as the identity
 
-A head that looks at its own column: there is a direction w with w·x almost 1 for every input x (again regression). Queries and keys that are
-this constant times a vector in the fastest rotary pairs score by cos(θ·distance) alone, which peaks at distance 0.
+A head that looks at its own column: there is a direction w with w·x almost 1 for every input x (again regression). Queries and keys that
+are this constant times a vector in the fastest rotary pairs score by cos(θ·distance) alone, which peaks at distance 0.
 
-All y are divided by their root mean square (the norm before the head undoes it), so that no token outweighs another. Costs four passes over at
-most ``MAX_COLUMNS_PER_DIM``·2H columns and, a column, 2·((A·H)² + (2H)² + 2·K·I²) operations for the sums of squares (I: MLP units).
+All y are divided by their root mean square (the norm before the head undoes it), so that no token outweighs another. Costs four passes
+over at most ``MAX_COLUMNS_PER_DIM``·2H columns and, a column, 2·((A·H)² + (2H)² + 2·K·I²) operations for the sums of squares (I: MLP
+units).
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def start_by_regression(body: Eagle3Body, head: TargetHead, batches: Callable[[]
 
 
 def _add_mlp_columns(mlp: _Gram, body: Eagle3Body, head: TargetHead, batch: PackedBatch, columns: Columns, decay: float) -> None:
-    """Hidden units of the MLP and what its output should be, at every step of the counted columns, in the chain that the drafter runs itself."""
+    """Hidden units of the MLP and what its output should be, at every step of the counted columns, in the drafter's own chain."""
     layer = body.layers[0]
     feature_MH = body.fuse(batch.taps_TAH[columns.query_M])
     for step, valid_M in enumerate(columns.valid_KM):
@@ -121,8 +122,9 @@ def _column_input(
 def _own_column_heads(body: Eagle3Body, x_PI: Tensor) -> Tensor:
     """Attention output [P, N, d] if the first head of each group sees its own column alone and the others nothing."""
     shape = body.shape.layer
-    heads_PGRd = x_PI.new_zeros(len(x_PI), shape.num_key_value_heads, shape.num_attention_heads // shape.num_key_value_heads, shape.head_dim)
-    heads_PGRd[:, :, 0] = body.layers[0].self_attn.v_proj(x_PI).unflatten(-1, (shape.num_key_value_heads, shape.head_dim))
+    groups, d = shape.num_key_value_heads, shape.head_dim
+    heads_PGRd = x_PI.new_zeros(len(x_PI), groups, shape.num_attention_heads // groups, d)
+    heads_PGRd[:, :, 0] = body.layers[0].self_attn.v_proj(x_PI).unflatten(-1, (groups, d))
     return heads_PGRd.flatten(1, 2)
 
 

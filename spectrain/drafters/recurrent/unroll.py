@@ -16,7 +16,7 @@ from torch import Tensor
 from spectrain.data.packing import PackedBatch
 from spectrain.drafters.attention import ColumnLayout, unrolled_attention
 from spectrain.drafters.layers import Rotary
-from spectrain.drafters.recurrent.eagle3 import Eagle3Body
+from spectrain.drafters.recurrent.eagle3 import Eagle3Body, Eagle3Layer
 from spectrain.target.head import TargetHead
 
 
@@ -95,7 +95,7 @@ def _rows(pair: tuple[Tensor, Tensor], rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _full_layer(
-    layer: torch.nn.Module,
+    layer: Eagle3Layer,
     residual_TH: Tensor,
     x_T: Tensor,
     k_TGd: Tensor,
