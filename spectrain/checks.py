@@ -8,7 +8,7 @@ InputError with one sentence; nothing here writes anything.
 from __future__ import annotations
 
 import importlib.util
-import json
+import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -72,6 +72,8 @@ def prepare(config: SpectrainConfig, verb: str, data_dir: Path | None = None, fe
     prompts = load_prompt_split(config) if reads_prompts else None
     source = locate_target(config.target)
     run_dir.check({"id": source.id, "revision": source.revision})
+    if verb == "run" and prompts is not None:
+        _check_suite_is_unseen(config, prompts)
     context = Context(
         config=config,
         verb=verb,
@@ -87,6 +89,8 @@ def prepare(config: SpectrainConfig, verb: str, data_dir: Path | None = None, fe
         context.learn_spec()
     if context.spec_or_none is not None:
         _check_against_target(context)
+    if fetch:
+        _ = context.template  # raises for a target that cannot chat
     return context
 
 
@@ -96,7 +100,7 @@ def _check_against_target(context: Context) -> None:
     if context.verb == "eval":
         check_drafter_fits(context.measured_drafter, spec)
     elif config.drafter.path is not None:
-        check_drafter_fits(Path(config.drafter.path).expanduser(), spec)
+        _check_continued(context, Path(config.drafter.path).expanduser())
     if context.verb in ("capture", "fit", "run"):
         check_disk(context)
 
@@ -132,7 +136,7 @@ def check_drafter_folder(folder: Path, field: str) -> None:
     """The folder holds a drafter: configuration and weights."""
     advice = "name a folder that fit has written" if field == "drafter.path" else "run spectrain fit first, or name one with drafter.path"
     for file in _DRAFTER_FILES:
-        if not (folder / file).is_file():
+        if not os.path.isfile(folder / file):  # unlike Path.is_file, False for names that no file can have
             raise InputError(f"{field}: {folder} holds no drafter ({file} is missing): {advice}")
 
 
@@ -154,6 +158,19 @@ def check_suite(config: SpectrainConfig) -> None:
         load_prompts(find_prompt_file(config.suite.prompts, prompt_roots(), "suite.prompts"))
     elif not config.data.train:
         raise ConfigError("suite.prompts=heldout needs the run's prompts: add data=..., or suite=jsonl suite.prompts=FILE.jsonl")
+
+
+def _check_suite_is_unseen(config: SpectrainConfig, prompts: PromptSplit) -> None:
+    """No prompt of the suite is trained on: what is measured on those says nothing of others."""
+    from spectrain.evaluation.suites import load_suite
+
+    trained = {conversation.prompt_digest(): conversation for conversation in prompts.train}
+    seen = [c for c in load_suite(config.suite, prompts.heldout, prompt_roots(), config.data.system) if c.prompt_digest() in trained]
+    if seen:
+        raise ConfigError(
+            f"suite.prompts: {len(seen)} of its prompts are training prompts too, the first at {seen[0].where} "
+            f"(as {trained[seen[0].prompt_digest()].where}): remove them from one side"
+        )
 
 
 # --- the target ------------------------------------------------------------------------------------------------------------------
@@ -195,21 +212,25 @@ def check_dimensions(config: SpectrainConfig, spec: TargetSpec) -> None:
 
 def check_drafter_fits(folder: Path, spec: TargetSpec) -> None:
     """A drafter's folder was made for a target of these dimensions."""
-    try:
-        written = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        layer = written.get("transformer_layer_config") or {}
-        found = {
-            "target_hidden_size": written.get("target_hidden_size") or layer.get("hidden_size"),
-            "vocab_size": layer.get("vocab_size"),
-            "taps": max(written.get("eagle_aux_hidden_state_layer_ids") or [0]),
-        }
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise InputError(f"{folder / 'config.json'} cannot be read ({error}): name a folder that fit has written") from error
+    from spectrain.drafters.folder import read_shape
+
+    shape = read_shape(folder)
+    found = {"target_hidden_size": shape.layer.hidden_size, "vocab_size": shape.target_vocab_size}
     for name, wanted in (("target_hidden_size", spec.hidden_size), ("vocab_size", spec.vocab_size)):
-        if found[name] not in (None, wanted):
+        if found[name] != wanted:
             raise InputError(f"drafter {folder} was trained for another target: its {name} is {found[name]}, this target's {wanted}")
-    if found["taps"] > spec.num_layers:
-        raise InputError(f"drafter {folder} was trained for another target: it reads tap {found['taps']} of {spec.num_layers} layers")
+    if max(shape.taps) > spec.num_layers:
+        raise InputError(f"drafter {folder} was trained for another target: it reads tap {max(shape.taps)} of {spec.num_layers} layers")
+
+
+def _check_continued(context: Context, folder: Path) -> None:
+    """``folder`` can be trained on: it fits the target, and nothing in the configuration contradicts it."""
+    check_drafter_fits(folder, context.spec)
+    taps = context.config.drafter.taps
+    if taps is not None and taps != context.taps:
+        raise ConfigError(f"drafter.taps={list(taps)}, but the drafter in {folder} reads {list(context.taps)}: set drafter.taps=null")
+    if folder.resolve() == context.run_dir.drafter.resolve():
+        raise ConfigError(f"drafter.path={folder} is where this run writes its own drafter: use another run.dir to go on from it")
 
 
 def _check_heads(drafter: DrafterConfig, spec: TargetSpec) -> None:

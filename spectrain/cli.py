@@ -180,7 +180,7 @@ def _shared_data_dir(command: Command) -> Path | None:
     from spectrain.compose import compose, swept
 
     keys, fixed = swept(command.overrides)
-    if command.verb not in ("fit", "run", "eval") or any(_changes_data(key) for key in keys):
+    if command.verb not in ("fit", "run", "eval") or any(_changes_data(key, command.verb) for key in keys):
         return None
     config = compose(fixed)
     if command.verb != "eval" and not command.dry_run:
@@ -188,8 +188,10 @@ def _shared_data_dir(command: Command) -> Path | None:
     return Path(config.run.dir)
 
 
-def _changes_data(key: str) -> bool:
+def _changes_data(key: str, verb: str) -> bool:
     section = key.partition(".")[0]
+    if key == "drafter.path":  # to go on from, it decides the taps; to measure, it reads what is there
+        return verb != "eval"
     return section not in ("trainer", "drafter", "decoding", "suite", "logger") or key in ("drafter", "drafter.taps")
 
 

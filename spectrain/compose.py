@@ -10,6 +10,7 @@ Order, later wins: dataclass defaults (or the ``config.yaml`` of an existing run
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -152,9 +153,15 @@ def _primary_node(base_values: Mapping[str, Any]) -> dict[str, Any]:
 def _reused_config(parsed: Sequence[Override]) -> Path | None:
     if any(override.key_or_group in ("recipe", "target", "target.path") for override in parsed):
         return None
+    run_dir = _given_run_dir(parsed)
+    file = run_dir / "config.yaml" if run_dir is not None else None
+    return file if file is not None and os.path.isfile(file) else None  # unlike Path.is_file, False for names that no file can have
+
+
+def _given_run_dir(parsed: Sequence[Override]) -> Path | None:
+    """The ``run.dir`` of the command line, if there is one, in the user's home where it starts with ``~``."""
     given = [override.value() for override in parsed if override.key_or_group == "run.dir" and not override.is_sweep_override()]
-    file = Path(str(given[-1])).expanduser() / "config.yaml" if given else None
-    return file if file is not None and file.is_file() else None
+    return Path(str(given[-1])).expanduser() if given else None
 
 
 def _base_values(parsed: Sequence[Override]) -> dict[str, Any]:
@@ -173,13 +180,14 @@ def _sweep_settings(parsed: Sequence[Override], scratch: Path | None) -> list[st
     """Where Hydra puts the folders of a sweep: into ours, and nothing of its own in them."""
     ours = [override for override in parsed if not str(override.key_or_group).startswith("hydra")]
     swept = [override for override in ours if override.is_sweep_override()]
+    folder = scratch or _given_run_dir(parsed)
     # Values that all jobs share are no part of a job's name. (A key may be given twice, first with one value, then with several.)
     fixed = {str(override.get_key_element()) for override in ours} - {str(override.get_key_element()) for override in swept}
     # A value with a slash (a path) would make folders of folders, and no swept value at all makes no name: number those.
     named = bool(swept) and not any("/" in str(override.input_line) for override in swept)
     return [
         "hydra.output_subdir=null",
-        f"hydra.sweep.dir={_quoted(str(scratch))}" if scratch else "hydra.sweep.dir=${run.dir}",
+        f"hydra.sweep.dir={_quoted(str(folder))}" if folder else "hydra.sweep.dir=${run.dir}",
         "hydra.sweep.subdir=${hydra.job.override_dirname}" if named else "hydra.sweep.subdir=${hydra.job.num}",
         f"hydra.job.config.override_dirname.exclude_keys=[{','.join(map(_quoted, sorted(fixed)))}]",
     ]

@@ -7,6 +7,7 @@ between components in ``checks.py``. Fields left at ``None`` are derived from th
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 from spectrain.errors import ConfigError
@@ -19,6 +20,24 @@ def _require(condition: bool, message: str) -> None:
 
 def _one_of(name: str, value: object, options: tuple[object, ...]) -> None:
     _require(value in options, f"{name}={value} is unknown: use one of {', '.join(map(str, options))}")
+
+
+_ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")  # that transformers knows by name
+_DEVICES = re.compile(r"auto|cpu|cuda(:\d+)?")
+_COLDEST = 1e-3  # colder is greedy decoding by another name, until float32 overflows
+
+
+def _seed(name: str, value: int) -> None:
+    _require(0 <= value < 1 << 63, f"{name}={value} must be a whole number from 0 to 2^63 - 1")
+
+
+def _law(section: str, temperature: float | None, top_p: float | None, top_k: int | None) -> None:
+    _require(
+        temperature is None or temperature == 0 or temperature >= _COLDEST,
+        f"{section}.temperature={temperature} must be 0 (greedy) or at least {_COLDEST}",
+    )
+    _require(top_p is None or 0 < top_p <= 1, f"{section}.top_p={top_p} must lie in (0, 1]")
+    _require(top_k is None or 0 <= top_k < 1 << 31, f"{section}.top_k={top_k} must be 0 (off) or more, and below 2^31")
 
 
 @dataclass(frozen=True)
@@ -45,6 +64,8 @@ class TargetConfig:
 
     def __post_init__(self) -> None:
         _one_of("target.dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+        _one_of("target.attn_implementation", self.attn_implementation, _ATTENTIONS)
+        _require(_DEVICES.fullmatch(self.device) is not None, f"target.device={self.device} is unknown: use auto, cpu, cuda or cuda:0")
         _require(self.max_length >= 2, f"target.max_length={self.max_length} must be at least 2")
 
 
@@ -62,6 +83,7 @@ class DataConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        _seed("data.seed", self.seed)
         _require(0.0 < self.heldout_fraction < 1.0, f"data.heldout_fraction={self.heldout_fraction} must lie between 0 and 1")
         for name in ("max_train", "max_heldout"):
             value = getattr(self, name)
@@ -79,9 +101,8 @@ class SamplingConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _require(self.temperature is None or self.temperature >= 0, f"sampling.temperature={self.temperature} must be 0 or more")
-        _require(self.top_p is None or 0 < self.top_p <= 1, f"sampling.top_p={self.top_p} must lie in (0, 1]")
-        _require(self.top_k is None or self.top_k >= 0, f"sampling.top_k={self.top_k} must be 0 (off) or more")
+        _law("sampling", self.temperature, self.top_p, self.top_k)
+        _seed("sampling.seed", self.seed)
         _require(self.max_new_tokens >= 1, f"sampling.max_new_tokens={self.max_new_tokens} must be at least 1")
 
 
@@ -137,7 +158,7 @@ class DrafterConfig:
     """An EAGLE-3 drafter (group ``drafter``)."""
 
     method: str = "eagle3"
-    path: str | None = None  # folder to start from (fit) or to measure (eval)
+    path: str | None = None  # folder to measure (eval), or to go on from (fit: its shape, taps and vocabulary stand, init does not run)
     taps: tuple[int, ...] | None = None  # residual stream after so many layers; None: (2, N//2, N-3) made distinct
     layer_type: str | None = None  # llama or qwen3 (q/k norm); None: as the target
     num_layers: int = 1
@@ -222,6 +243,10 @@ class TrainerConfig:
             _require(value is None or value >= 1, f"trainer.{name}={value} must be at least 1")
         for name in ("learning_rate", "muon_learning_rate", "max_grad_norm"):
             _require(getattr(self, name) > 0, f"trainer.{name}={getattr(self, name)} must be positive")
+        _require(self.weight_decay >= 0, f"trainer.weight_decay={self.weight_decay} must be 0 or more")
+        for name in ("beta1", "beta2"):
+            _require(0 <= getattr(self, name) < 1, f"trainer.{name}={getattr(self, name)} must lie in [0, 1)")
+        _seed("trainer.seed", self.seed)
         for name in ("warmup_fraction", "decay_fraction", "final_lr_fraction"):
             _require(0 <= getattr(self, name) <= 1, f"trainer.{name}={getattr(self, name)} must lie in [0, 1]")
 
@@ -241,9 +266,8 @@ class DecodingConfig:
 
     def __post_init__(self) -> None:
         _require(self.num_speculative_tokens >= 1, f"decoding.num_speculative_tokens={self.num_speculative_tokens} must be at least 1")
-        _require(self.temperature >= 0, f"decoding.temperature={self.temperature} must be 0 or more")
-        _require(0 < self.top_p <= 1, f"decoding.top_p={self.top_p} must lie in (0, 1]")
-        _require(self.top_k >= 0, f"decoding.top_k={self.top_k} must be 0 (off) or more")
+        _law("decoding", self.temperature, self.top_p, self.top_k)
+        _seed("decoding.seed", self.seed)
         _one_of("decoding.proposal_policy", self.proposal_policy, ("greedy", "sample"))
         _require(
             1 <= self.ngram_min <= self.ngram_max, f"decoding.ngram_min={self.ngram_min} must lie between 1 and ngram_max={self.ngram_max}"
@@ -265,6 +289,8 @@ class SuiteConfig:
         for baseline in self.baselines:
             _one_of("suite.baselines", baseline, ("none", "ngram"))
         _require(self.max_prompts >= 1, f"suite.max_prompts={self.max_prompts} must be at least 1")
+        most = self.max_new_tokens
+        _require(most is None or most >= 1, f"suite.max_new_tokens={most} must be at least 1")
         _require(self.concurrency >= 1, f"suite.concurrency={self.concurrency} must be at least 1")
 
 

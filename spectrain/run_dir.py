@@ -105,6 +105,7 @@ class RunDir:
         file = self.path / _MANIFEST
         try:
             manifest = json.loads(file.read_text(encoding="utf-8"))
+            _ = manifest["target"], manifest["stages"]
             if manifest["schema_version"] != SCHEMA_VERSION:
                 raise InputError(
                     f"{file} has schema version {manifest['schema_version']}, this spectrain writes {SCHEMA_VERSION}: use another run.dir"
@@ -120,7 +121,7 @@ class RunDir:
 
         target: ``id`` and ``revision`` (what the manifest keeps), or ``id`` alone.
         """
-        if self.path.exists() and not self.path.is_dir():
+        if os.path.exists(self.path) and not self.path.is_dir():
             raise InputError(f"run.dir={self.path} is a file: name a folder")
         manifest = self.manifest()
         foreign = [name for stage in STAGES for name in stage.outputs if (self.path / name).exists()]

@@ -1,7 +1,6 @@
 """Equipment for drafter tests: random drafters with their twins, target heads, documents with states, stores and trainers, all tiny.
 
-Everything is float64 unless said otherwise, so that a wrong number is far outside the tolerance: what remains different between package
-and twin is the float32 of rotary phases and of the teacher's logits, about 1e-6.
+Everything is float64 unless said otherwise, so that tolerances can be so small that no wrong number hides in them.
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ def head_twin(head: TargetHead) -> HeadTwin:
     """The same head by the numbers that act, for the two families used here."""
     gemma = head.math.soft_cap is not None
     return HeadTwin(
-        embed_VH=head.embed_weight.double() * (HIDDEN**0.5 if gemma else 1.0),
+        embed_VH=head.embed_weight.double(),
         gain_H=head.norm_weight.double() + (1.0 if gemma else 0.0),
         lm_head_VH=head.lm_head_weight.double(),
         eps=EPS,

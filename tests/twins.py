@@ -20,16 +20,20 @@ def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
 
 
 def turn(x_Nd: Tensor, position: int, theta: float) -> Tensor:
-    """Rotary embedding as complex numbers: coordinate i and i + d/2 are one number, turned by position · theta^(-2i/d)."""
+    """Rotary embedding as complex numbers: coordinate i and i + d/2 are one number, turned by position · theta^(-2i/d).
+
+    Angles, sines and cosines have the precision of float32, as in a server: the rest of the arithmetic can then be compared exactly.
+    """
     half = x_Nd.shape[-1] // 2
-    angles = position * theta ** (-torch.arange(half, dtype=torch.float64) / half)
-    turned = torch.complex(x_Nd[..., :half], x_Nd[..., half:]) * torch.polar(torch.ones_like(angles), angles)
+    angles = position * (1 / theta ** (torch.arange(half, dtype=torch.float32) / half))
+    turned = torch.complex(x_Nd[..., :half], x_Nd[..., half:]) * torch.complex(angles.cos().double(), angles.sin().double())
     return torch.cat([turned.real, turned.imag], dim=-1)
 
 
 @dataclass(frozen=True)
 class HeadTwin:
-    """The two ends of the target. Gain, embedding scale and soft-cap are the numbers that act, not as a family stores them."""
+    """The two ends of the target. Gain and soft-cap are the numbers that act, not as a family stores them; embeddings are plain rows,
+    without a family's scale, since that is what a server lends to a drafter."""
 
     embed_VH: Tensor
     gain_H: Tensor

@@ -48,11 +48,18 @@ def vocab_from_d2t(d2t: Tensor, target_size: int) -> DraftVocab:
     return DraftVocab(d2t.long() + torch.arange(len(d2t)), target_size, float("nan"))
 
 
-def build_vocab(documents: Iterable[tuple[np.ndarray, np.ndarray]], size: int | None, target_size: int) -> DraftVocab:
-    """Count supervised tokens of ``(input_ids, loss_mask)`` documents and keep the ``size`` most frequent (ties: lower id first).
+# A prompt's words come back in answers, if less often than an answer's own.
+_PROMPT_WEIGHT = 0.05
 
-    Where fewer than ``size`` distinct tokens occur, tokens of the prompts come next, then the lowest unused ids: byte and common pieces
-    in every byte-pair vocabulary.
+
+def build_vocab(
+    documents: Iterable[tuple[np.ndarray, np.ndarray]], size: int | None, target_size: int, expected_V: np.ndarray | None = None
+) -> DraftVocab:
+    """The ``size`` tokens most likely to be generated, judged by ``(input_ids, loss_mask)`` documents; ties go to the lower id.
+
+    A few hundred documents hold only some thousand distinct tokens, and the rest of the vocabulary should not be filled at random: a token
+    scores its generated count, plus what the target expected to generate in the same places (``expected_V``: its law summed over
+    positions, in tokens), plus a little for occurring in prompts.
 
     Raises ConfigError where ``size`` exceeds the target's vocabulary.
     """
@@ -66,7 +73,7 @@ def build_vocab(documents: Iterable[tuple[np.ndarray, np.ndarray]], size: int | 
         chosen = loss_mask.astype(bool)
         generated_V += np.bincount(input_ids[chosen], minlength=target_size)
         prompted_V += np.bincount(input_ids[~chosen], minlength=target_size)
-    order = np.lexsort((np.arange(target_size), -prompted_V, -generated_V))
-    kept = np.sort(order[:size])
+    score_V = generated_V + _PROMPT_WEIGHT * prompted_V + (0.0 if expected_V is None else expected_V)
+    kept = np.sort(np.lexsort((np.arange(target_size), -score_V))[:size])
     total = generated_V.sum()
     return DraftVocab(torch.from_numpy(kept), target_size, float(generated_V[kept].sum() / total) if total else 1.0)

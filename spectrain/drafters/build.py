@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from spectrain.config import DrafterConfig
 from spectrain.data.vocab import DraftVocab
+from spectrain.drafters.folder import load_drafter
 from spectrain.drafters.layers import LayerShape, RMSNorm
 from spectrain.drafters.recurrent.drafter import Eagle3
 from spectrain.drafters.recurrent.eagle3 import Eagle3Shape
@@ -102,10 +103,28 @@ def build_drafter(
     _initialise(drafter, seed)
     if config.init != "random":
         _copy_from_target(drafter, spec, head, target_folder)
+    _finish(drafter, config, head)
+    return drafter
+
+
+def continue_drafter(config: DrafterConfig, head: TargetHead) -> Eagle3:
+    """The drafter in ``config.path``, ready to be trained on: loss, steps and attention are the configuration's, all else is the folder's.
+
+    Float32 whatever it was stored in: small updates of 16-bit weights would round away.
+    """
+    drafter = load_drafter(Path(config.path or "").expanduser())
+    assert isinstance(drafter, Eagle3)
+    drafter.float().train()
+    drafter.steps, drafter.loss, drafter.attention = config.unroll_steps, config.loss, config.attention
+    _finish(drafter, config, head)
+    return drafter
+
+
+def _finish(drafter: Eagle3, config: DrafterConfig, head: TargetHead) -> None:
+    """What every drafter needs before it is trained."""
     if drafter.shape.owns_head:
         drafter.body.lm_head.requires_grad_(config.train_head)
     drafter.attach(head)
-    return drafter
 
 
 @torch.no_grad()

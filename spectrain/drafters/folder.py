@@ -100,6 +100,14 @@ def _layer_config(shape: Eagle3Shape) -> dict[str, Any]:
     return config | {"num_aux_hidden_states": len(shape.taps)}
 
 
+def read_shape(folder: str | Path) -> Eagle3Shape:
+    """What a drafter folder's ``config.json`` says of its drafter: taps, dimensions, vocabulary sizes. Reads no weights.
+
+    Raises InputError naming the file, and the field that is missing or makes no sense.
+    """
+    return _shape_from_config(_read_config(Path(folder)), Path(folder))
+
+
 def load_drafter(folder: str | Path) -> Drafter:
     """Read a drafter folder; weights are bit for bit what was saved. Call ``attach(head)`` before drafting.
 
@@ -126,7 +134,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise InputError(f"{folder} holds no drafter: {CONFIG} is missing")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise InputError(f"{path} is not valid JSON: {error}") from None
     kind = config.get("speculators_model_type") if isinstance(config, dict) else None
     if kind != "eagle3":
@@ -137,6 +145,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
 def _shape_from_config(config: dict[str, Any], folder: Path) -> Eagle3Shape:
     try:
         layer = config["transformer_layer_config"]
+        if layer["model_type"] not in ("llama", "qwen3"):
+            raise ValueError(f"its layer is of type {layer['model_type']!r}, known are llama and qwen3")
         rope = layer.get("rope_parameters") or {"rope_type": "default", "rope_theta": layer.get("rope_theta", _ROPE_THETA_DEFAULT)}
         return Eagle3Shape(
             layer=LayerShape(
@@ -158,6 +168,8 @@ def _shape_from_config(config: dict[str, Any], folder: Path) -> Eagle3Shape:
         )
     except KeyError as error:
         raise InputError(f"{folder / CONFIG}: field {error} is missing") from None
+    except (TypeError, ValueError, AttributeError) as error:
+        raise InputError(f"{folder / CONFIG} describes no drafter ({error}): name a folder that fit has written") from None
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from spectrain.console import ProgressBar, say
 from spectrain.data.responses import Response, ResponseStore
-from spectrain.data.states import INDEX_NAME, StateStore
+from spectrain.data.states import INDEX_NAME, StateStore, bytes_per_token
 from spectrain.data.states_writer import StateStoreWriter
 from spectrain.errors import InputError
 from spectrain.run_dir import Decision, Inputs, digest_strings
@@ -39,7 +39,9 @@ def capture(context: Context) -> None:
     run_dir = context.data_dir
     with run_dir.running(decision) as outputs:
         responses = ResponseStore(run_dir.responses).load(list(context.splits), context.splits)
-        with StateStoreWriter(run_dir.states, context.store_meta(), context.config.states.shard_bytes) as writer:
+        meta = context.store_meta()
+        everything = sum(len(response.input_ids) for response in responses) * bytes_per_token(meta)  # buffers need be no larger
+        with StateStoreWriter(run_dir.states, meta, min(context.config.states.shard_bytes, everything)) as writer:
             done = writer.done_keys()
             todo = [response for response in responses if response.key not in done]
             if todo:

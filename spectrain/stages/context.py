@@ -18,6 +18,7 @@ from spectrain.data.chat import ChatTemplate, end_token_ids
 from spectrain.data.prompts import PromptSplit
 from spectrain.data.responses import Sampling, resolve_sampling, response_key
 from spectrain.data.states import StoreMeta
+from spectrain.drafters.folder import read_shape
 from spectrain.engines.base import Engine
 from spectrain.engines.hf import HFEngine
 from spectrain.errors import RunError
@@ -123,9 +124,17 @@ class Context:
             for conversation in conversations
         }
 
-    @property
+    @cached_property
     def taps(self) -> tuple[int, ...]:
+        """The taps to capture: those of the drafter that is trained on, the configured ones, or the target's default."""
+        if self.config.drafter.path is not None:
+            return read_shape(Path(self.config.drafter.path).expanduser()).taps
         return self.config.drafter.taps or self.spec.default_taps()
+
+    @property
+    def served_target(self) -> str:
+        """What a server is told to load: the Hub's id where the weights are the Hub's, else the folder they lie in."""
+        return self.config.target.path if self.source.kind in ("hub", "cache") else str(self.target.folder.resolve())
 
     @property
     def dtype_name(self) -> str:

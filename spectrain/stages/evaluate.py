@@ -63,7 +63,8 @@ def decide(context: Context) -> Decision:
         **{f"decoding.{name}": value for name, value in vars(config.decoding).items()},
     }
     name = f"eval/{config.suite.name}-n{config.decoding.num_speculative_tokens}-t{config.decoding.temperature:g}"
-    return context.run_dir.decide(name, Inputs(fixed, {}), whole=context.run_dir.report.is_file())
+    record = context.run_dir.path / context.run_dir.outputs(name).get("record", "")
+    return context.run_dir.decide(name, Inputs(fixed, {}), whole=record.is_file() and context.run_dir.report.is_file())
 
 
 def evaluate(context: Context) -> float | None:
@@ -74,6 +75,8 @@ def evaluate(context: Context) -> float | None:
         say(str(decision))
         stdout.print(evaluation_table(read_records(run_dir.eval)))
         return run_dir.outputs(decision.name).get("acceptance_length")
+    for conversation in suite_prompts(context):
+        _limit(context, conversation, context.template.first_prompt_ids(conversation))  # raises for a prompt without room for an answer
     with run_dir.running(decision) as outputs:
         record, answers = _measure(context)
         outputs |= {"acceptance_length": record.acceptance_length, "record": f"eval/{record.file_name()}"}

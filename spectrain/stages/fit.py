@@ -8,18 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from spectrain.build import flatten
 from spectrain.console import ProgressBar, say
-from spectrain.data.packing import PackedBatch, pack_batch, pack_rows
+from spectrain.data.packing import PackedBatch, pack_batch, pack_rows, truncated_tokens
 from spectrain.data.states import StateStore
 from spectrain.data.vocab import DraftVocab, build_vocab
 from spectrain.drafters.recurrent.drafter import Eagle3
 from spectrain.run_dir import Decision, Inputs, file_digest
 from spectrain.stages import capture
 from spectrain.stages.context import Context
+from spectrain.target.head import TargetHead
 
 START_ROW_TOKENS = 4096
+# Places whose whole law is computed to choose the draft vocabulary.
+VOCAB_SAMPLE = 4096
 
 # Settings that change what is logged or kept, not what is trained.
 _NO_INPUTS = {"trainer.log_every_steps", "trainer.keep_checkpoints", "trainer.checkpoint_every_steps"}
@@ -57,9 +61,7 @@ def fit(context: Context) -> float | None:
 
 
 def _train(context: Context) -> dict[str, Any]:
-    from spectrain.drafters.build import build_drafter
-    from spectrain.drafters.folder import load_drafter
-    from spectrain.target.head import TargetHead
+    from spectrain.drafters.build import build_drafter, continue_drafter
     from spectrain.training.trainer import FitPaths, Trainer
 
     config, run_dir = context.config, context.run_dir
@@ -69,25 +71,30 @@ def _train(context: Context) -> dict[str, Any]:
     train = [number for number in train if store.loss_counts[number] > 1]
     head = TargetHead.from_checkpoint(context.target.folder)
     if config.drafter.path is not None:
-        drafter = load_drafter(config.drafter.path).attach(head)
+        drafter = continue_drafter(config.drafter, head)
         vocab = drafter.vocab
     else:
-        vocab = build_vocab(_tokens(store, train), config.drafter.draft_vocab_size, context.spec.vocab_size)
+        size = config.drafter.draft_vocab_size
+        expected_V = None if size in (None, head.vocab_size) else _expected_tokens(store, train, head)
+        vocab = build_vocab(_tokens(store, train), size, context.spec.vocab_size, expected_V)
         drafter = build_drafter(config.drafter, context.spec, vocab, head, context.target.folder, config.trainer.seed)
         if config.drafter.init == "regression":
             _start(drafter, store, train)
     coverage = _coverage(store, heldout, vocab)
     say(f"fit: {len(train)} documents, draft vocabulary of {len(vocab.ids_D):,} covers {coverage:.2%} of the held-out generated tokens")
+    lost = truncated_tokens(store.lengths[train].tolist(), config.trainer.row_tokens)
+    if lost:
+        say(f"fit: note: {lost:,} tokens lie beyond the first trainer.row_tokens of their document and are not trained on")
     trainer = Trainer(
         config=config,
         paths=FitPaths(run_dir.checkpoints, run_dir.drafter, run_dir.metrics),
-        drafter=drafter,  # type: ignore[arg-type]
+        drafter=drafter,
         store=store,
         train=train,
         heldout=heldout,
         eos_ids=context.eos_ids,
         folder_facts={
-            "target": config.target.path,
+            "target": context.served_target,
             "target_architectures": context.spec.architectures,
             "facts": {"target_revision": context.target.revision, "coverage": coverage},
         },
@@ -124,6 +131,20 @@ def _tokens(store: StateStore, numbers: list[int]) -> Iterator[tuple[np.ndarray,
     for number in numbers:
         states = store[number]
         yield states.input_ids.numpy(), states.loss_mask.numpy()
+
+
+@torch.no_grad()
+def _expected_tokens(store: StateStore, numbers: list[int], head: TargetHead) -> np.ndarray:
+    """How often the target expected each token in the places where it generated one, float64 [V]: its law summed over a sample of them."""
+    generated = int(store.loss_counts[numbers].sum())
+    every = -(-generated // VOCAB_SAMPLE)
+    expected_V, seen = torch.zeros(head.vocab_size, dtype=torch.float64), 0
+    for number in numbers:
+        states = store[number]
+        places = torch.nonzero(states.loss_mask[1:])[::every, 0]
+        expected_V += torch.softmax(head.hidden_to_logits(states.last_hidden[places]), dim=-1).sum(0)
+        seen += len(places)
+    return (expected_V * (generated / max(seen, 1))).numpy()
 
 
 def _coverage(store: StateStore, numbers: list[int], vocab: DraftVocab) -> float:

@@ -173,7 +173,8 @@ def show_plan(context: Context, verb: str) -> None:
     if context.spec_or_none is not None:
         spec, size = context.spec, config.drafter.draft_vocab_size or context.spec.vocab_size
         lines.append(("", f"{spec.num_layers} layers, hidden size {spec.hidden_size}, {spec.vocab_size:,} tokens, {context.dtype_name}"))
-        lines.append(("drafter", f"{config.drafter.method}, taps {list(context.taps)}, draft vocabulary of {size:,}"))
+        source = f"draft vocabulary of {size:,}" if config.drafter.path is None else f"from {config.drafter.path}"
+        lines.append(("drafter", f"{config.drafter.method}, taps {list(context.taps)}, {source}"))
     if context.prompts_or_none is not None:
         lines.append(("prompts", f"{len(context.prompts.train):,} training, {len(context.prompts.heldout):,} held out"))
     if verb in ("eval", "run", "plan"):

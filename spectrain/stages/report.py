@@ -126,9 +126,9 @@ def _serve_commands(context: Context) -> list[ServeCommand]:
         "method": context.config.drafter.method,
         "num_speculative_tokens": context.config.decoding.num_speculative_tokens,
     }
-    target = context.config.target.path
+    target, settings = shlex.quote(context.served_target), shlex.quote(json.dumps(speculation))
     return [
-        ServeCommand("vLLM", f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(speculation))}"),
+        ServeCommand("vLLM", f"vllm serve {target} --speculative-config {settings}"),
         ServeCommand("vLLM, target and settings taken from the drafter's folder", f"vllm serve {shlex.quote(folder)}"),
     ]
 

@@ -181,6 +181,8 @@ def choose_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise ConfigError(f"target.device={name} is no device: use auto, cpu or cuda") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count() > 0:
+        raise ConfigError(f"target.device={name}: there are {torch.cuda.device_count()} devices here, counted from 0")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"target.device={name}: no CUDA or ROCm device is available here; use target.device=cpu")
     return device

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import queue
 import re
 import threading
@@ -84,10 +85,10 @@ def locate_target(config: TargetConfig) -> TargetSource:
     if not config.path:
         raise ConfigError("target.path is empty: choose a target (target=NAME), or give a folder or a Hub id")
     folder = Path(config.path).expanduser()
-    if folder.is_dir():
+    if os.path.isdir(folder):  # unlike Path.is_dir, False for names that no folder can have
         check_folder(folder)
         return TargetSource("folder", folder.resolve().name, weights_fingerprint(folder), folder, f"folder {folder}")
-    if folder.exists() or not _HUB_ID.fullmatch(config.path):
+    if os.path.exists(folder) or not _HUB_ID.fullmatch(config.path):
         raise InputError(
             f"target.path={config.path} is not a folder: give one with config.json and *.safetensors, or a Hub id (Qwen/Qwen3-8B)"
         )

@@ -28,13 +28,16 @@ class StepSampler:
         self._rank, self._world = rank, world_size
         self._accumulation = config.gradient_accumulation
         self._micro: list[list[list[int]]] = []  # per epoch: micro-batches of document numbers, over all ranks
+        self.steps_per_epoch: list[int] = []
+        per_step, everything = self._accumulation * world_size, 0
         for epoch in range(config.epochs):
+            if config.max_steps is not None and everything >= config.max_steps:
+                break  # many epochs and a few steps: plan what will be run
             rows = pack_rows(lengths, config.row_tokens, config.seed, epoch)
             n = config.rows_per_batch
             self._micro.append([[d for row in rows[i : i + n] for d in row] for i in range(0, len(rows), n)])
-        per_step = self._accumulation * world_size
-        self.steps_per_epoch = [-(-len(micro) // per_step) for micro in self._micro]
-        everything = sum(self.steps_per_epoch)
+            self.steps_per_epoch.append(-(-len(self._micro[-1]) // per_step))
+            everything += self.steps_per_epoch[-1]
         self.total_steps = everything if config.max_steps is None else min(everything, config.max_steps)
 
     def __getitem__(self, step: int) -> StepPlan:

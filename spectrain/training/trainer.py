@@ -95,7 +95,7 @@ class Trainer:
         if not self.train:
             raise RunError("there are no training documents with generated tokens: run `spectrain generate` and `spectrain capture` first")
         self.accelerator = accelerator or Accelerator(
-            mixed_precision="bf16" if options.precision == "bfloat16" else "no",
+            mixed_precision="no",  # accelerate fixes it for the process, but the jobs of a sweep may differ: see _backward
             log_with=list(config.logger.trackers) or None,
             project_dir=str(paths.metrics.parent),
         )
@@ -167,7 +167,7 @@ class Trainer:
         # data-parallel wrappers exchange them only after a forward pass.
         chosen, most = (documents, self.config.trainer.row_tokens) if documents else ([0], 1)
         batch = pack_batch([self.store[self.train[d]] for d in chosen], most).to(self.accelerator.device)
-        with self.accelerator.autocast():
+        with torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=self.config.trainer.precision == "bfloat16"):
             losses = self.model(batch)
         sums.add(losses, batch.num_tokens if documents else 0)
         self.accelerator.backward(losses.loss)
@@ -237,7 +237,7 @@ class Trainer:
             self.best, self.last_loss = state["best"], state["last_loss"]
             say(f"fit: resuming after step {step} of {self.sampler.total_steps}")
         if self.accelerator.is_main_process:
-            _keep_metrics_up_to(self.paths.metrics, step)
+            _keep_metrics_up_to(self.paths.metrics, -1 if state is None else step)
         return step
 
     def _start_trackers(self) -> None:

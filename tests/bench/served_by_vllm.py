@@ -4,7 +4,7 @@
 
 Runs in an environment that has vLLM; on a CPU start it with VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_CPU_KVCACHE_SPACE=1
 VLLM_CPU_OMP_THREADS_BIND=0-1 OMP_NUM_THREADS=2 and libiomp5.so of intel-openmp in LD_PRELOAD. Greedy decoding, float32. Rounds that the
-length limit cut are left out on request, as spectrain's own figures leave them out: vLLM counts drafts accepted beyond the limit.
+length limit cut are left out in the second line, as spectrain's own figures leave them out: vLLM counts drafts accepted beyond the limit.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 
 def main() -> None:
@@ -48,8 +49,21 @@ def main() -> None:
     accepted = counters["vllm:spec_decode_num_accepted_tokens"].value
     per_position = [value / drafts for value in counters["vllm:spec_decode_num_accepted_tokens_per_pos"].values]
     print(json.dumps({"rounds": drafts, "acceptance_length": 1 + accepted / drafts, "acceptance_per_position": per_position}))
-    sample = outputs[0].outputs[0]
-    print("per request:", str(getattr(sample, "spec_decode_metrics", None))[:300])
+    n, limit = options.num_speculative_tokens, options.max_new_tokens
+    kept = [count for output in outputs for count in complete_rounds(output.outputs[0], n, limit)]
+    survival = [sum(count > j for count in kept) / len(kept) for j in range(n)]
+    print(json.dumps({"complete rounds": len(kept), "acceptance_length": 1 + sum(survival), "acceptance_per_position": survival}))
+
+
+def complete_rounds(answer: Any, n: int, limit: int) -> list[int]:
+    """Accepted counts of an answer's rounds, without a last one that the limit cut while all drafts so far had stood."""
+    counts, generated = [], 1  # the prefill emits the first token
+    for accepted in answer.spec_decode_metrics.per_step_accepted:
+        left = limit - generated
+        if not (answer.finish_reason == "length" and left < n and accepted >= left):
+            counts.append(accepted)
+        generated += accepted + 1
+    return counts
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ def test_sampled_drafts_and_their_laws_are_the_twins(options: Options) -> None:
         for k in range(N):
             expected = torch.full((VOCAB,), -torch.inf, dtype=torch.float64)
             expected[twin.draft_ids] = torch.log_softmax(chain.logits[k], -1)
-            torch.testing.assert_close(proposal.law[b, k], expected, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(proposal.law[b, k], expected, rtol=1e-9, atol=1e-9)
             assert drafts[k] in twin.draft_ids
     assert len({tuple(row) for row in proposal.ids.tolist()}) == 3
 

@@ -37,13 +37,13 @@ def assert_equals_brute_force(drafter: Eagle3, documents: Sequence[TargetStates]
     twin = twin_of(drafter)
     expected = brute_force_loss(twin, [as_twin_document(d) for d in documents], drafter.steps, loss.weights, loss.step_decay)
     sums = drafter.train_losses(packed(documents))
-    assert float(sums.loss.detach()) == pytest.approx(float(expected.loss.detach()), rel=1e-5)
+    assert float(sums.loss.detach()) == pytest.approx(float(expected.loss.detach()), rel=1e-6)  # weights are float32
     assert float(sums.weight) == pytest.approx(expected.weight, rel=1e-6)
     assert sums.count_K.tolist() == expected.count
     assert sums.hits_K.tolist() == expected.hits
     assert set(sums.terms_K) == set(loss.weights)
     for name, values in expected.terms.items():
-        assert sums.terms_K[name].tolist() == pytest.approx(values, rel=1e-5), name
+        assert sums.terms_K[name].tolist() == pytest.approx(values, rel=1e-9), name
 
     drafter.zero_grad()
     sums.loss.backward()
@@ -53,7 +53,7 @@ def assert_equals_brute_force(drafter: Eagle3, documents: Sequence[TargetStates]
     for name, leaf in twin.tensors.items():
         assert leaf.grad is not None
         assert leaf.grad.abs().max() > 1e-4, f"{name}: the test would see nothing"
-        torch.testing.assert_close(found[name], leaf.grad, rtol=2e-4, atol=2e-5, msg=lambda message, name=name: f"{name}: {message}")
+        torch.testing.assert_close(found[name], leaf.grad, rtol=1e-5, atol=1e-7, msg=lambda message, name=name: f"{name}: {message}")
 
 
 @pytest.mark.parametrize("options", VARIANTS, ids=lambda options: options.name)

@@ -40,7 +40,7 @@ def test_every_student_is_the_servers_draft(options: Options) -> None:
                 chain = twin.chain(ids[: t + 2], states.taps, counted[-1] + 1, drafts=ids[t + 2 :])
             for k in counted:
                 torch.testing.assert_close(
-                    found[start + t, k], chain.normed[k], rtol=2e-5, atol=2e-5, msg=lambda m, t=t, k=k: f"({t}, {k}): {m}"
+                    found[start + t, k], chain.normed[k], rtol=1e-9, atol=1e-10, msg=lambda m, t=t, k=k: f"({t}, {k}): {m}"
                 )
             expected += len(counted)
     assert len(found) == expected  # nothing else counts

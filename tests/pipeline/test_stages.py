@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 from tiny import tiny_target
 from workplace import make, write_prompts
 
 from spectrain import cli
 from spectrain.data.responses import ResponseStore
 from spectrain.data.states import StateStore
-from spectrain.drafters.folder import load_drafter
+from spectrain.drafters.folder import load_drafter, save_drafter
 from spectrain.evaluation.record import read_records
 
 
@@ -211,6 +212,72 @@ def test_a_run_directory_of_another_target_is_refused(arguments, run_dir, tmp_pa
     code = cli.main(["run", *arguments, f"run.dir={run_dir}", f"target.path={other}"])
     assert (code, times(run_dir)) == (2, before)
     assert "belongs to another target" in capsys.readouterr().err
+
+
+def test_training_goes_on_from_a_folder(arguments, finished, tmp_path, capsys):
+    """Its shape, taps and vocabulary stand; loss and steps are the configuration's; what it starts from is what it was."""
+    first = load_drafter(finished / "drafter")
+    half = tmp_path / "half"
+    save_drafter(first.bfloat16(), half, target="t", target_architectures=("LlamaForCausalLM",), num_speculative_tokens=3)
+    edit(half / "config.json", lambda config: config.update(eagle_aux_hidden_state_layer_ids=[1, 4, 5]))
+    more = [
+        f"drafter.path={half}",
+        "drafter.unroll_steps=2",
+        "drafter.loss.weights.kl=1",
+        "drafter.draft_vocab_size=7",
+        "trainer.max_steps=1",
+    ]
+    run_dir = tmp_path / "run"
+    assert cli.main(["fit", *arguments, f"run.dir={run_dir}", *more, "trainer.learning_rate=1e-30"]) == 0, capsys.readouterr().err
+    assert "closed-form start" not in capsys.readouterr().err
+    assert StateStore(run_dir / "states").meta.tap_ids == (1, 4, 5)
+    then = load_drafter(run_dir / "drafter")
+    assert (then.taps, then.steps, len(then.vocab.ids_D)) == ((1, 4, 5), 2, 100)
+    for name, tensor in then.body.state_dict().items():
+        assert tensor.dtype == torch.float32
+        assert torch.equal(tensor, first.body.state_dict()[name].float()), name
+    losses = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert len(next(line["kl_per_step"] for line in losses if "loss" in line)) == 2
+
+
+def edit(file, change):
+    config = json.loads(file.read_text())
+    change(config)
+    file.write_text(json.dumps(config))
+
+
+def test_the_drafter_names_a_target_that_a_server_can_load_from_anywhere(arguments, finished):
+    target = next(argument for argument in arguments if argument.startswith("target.path=")).removeprefix("target.path=")
+    config = json.loads((finished / "drafter/config.json").read_text())
+    assert config["speculators_config"]["verifier"]["name_or_path"] == str(Path(target).resolve())
+    assert f"vllm serve {Path(target).resolve()}" in (finished / "report.html").read_text(encoding="utf-8")
+
+
+def test_jobs_of_a_sweep_may_differ_in_precision(arguments, tmp_path, capsys):
+    sweep = tmp_path / "sweep"
+    more = ["trainer.precision=float32,bfloat16", "trainer.max_steps=1", "drafter.init=target", "states.shard_bytes=1125899906842624"]
+    assert cli.main(["fit", "-m", *arguments, f"run.dir={sweep}", *more]) == 0, capsys.readouterr().err
+    losses = [json.loads((job / "metrics.jsonl").read_text().splitlines()[1])["loss"] for job in sorted(sweep.glob("trainer*"))]
+    assert losses[0] != losses[1]
+    assert losses[0] == pytest.approx(losses[1], rel=0.05)
+
+
+def test_a_prompt_without_room_is_found_before_anything_is_measured(spectrain, arguments, run_dir, tmp_path, capsys):
+    (tmp_path / "long.jsonl").write_text(
+        json.dumps({"turns": ["a short one"]}) + "\n" + json.dumps({"turns": ["many words " * 200]}) + "\n"
+    )
+    before = times(run_dir)
+    code = cli.main(["eval", *arguments, f"run.dir={run_dir}", "suite=jsonl", f"suite.prompts={tmp_path / 'long.jsonl'}"])
+    err = capsys.readouterr().err
+    assert (code, err.count("\n"), times(run_dir)) == (2, 1, before)
+    assert "long.jsonl:2: the prompt of" in err
+
+
+def test_a_record_that_was_deleted_is_measured_again(spectrain, run_dir):
+    record = run_dir / "eval/heldout-hf-eagle3-n3-t0.json"
+    record.unlink()
+    assert "eval/heldout-n3-t0: outputs are missing, they are made again" in spectrain("eval")
+    assert record.is_file()
 
 
 def test_inspect_shows_documents(run_dir, capsys):

@@ -1,6 +1,7 @@
 """Everything that is refused before work starts: one line, exit code 2, and a run directory that was not touched."""
 
 import json
+import shutil
 
 import pytest
 from tiny import tiny_target
@@ -115,18 +116,72 @@ def test_eval_needs_a_drafter_of_this_target(capsys, workplace, tmp_path):
     code, _, err = dry_run(capsys, *workplace, verb="eval")
     assert code == 2
     assert "run.dir: run/drafter holds no drafter (config.json is missing): run spectrain fit first" in err
-    (tmp_path / "drafter").mkdir()
-    (tmp_path / "drafter/model.safetensors").write_bytes(b"")
     for wrong, message in (
-        ({"target_hidden_size": 64}, "its target_hidden_size is 64, this target's 32"),
-        ({"transformer_layer_config": {"vocab_size": 9}}, "its vocab_size is 9, this target's 304"),
-        ({"eagle_aux_hidden_state_layer_ids": [2, 9]}, "it reads tap 9 of 7 layers"),
+        ({"hidden_size": 64}, "drafter was trained for another target: its target_hidden_size is 64, this target's 32"),
+        ({"vocab_size": 101}, "drafter was trained for another target: its vocab_size is 101, this target's 304"),
+        ({"taps": (2, 9)}, "drafter was trained for another target: it reads tap 9 of 7 layers"),
+        ({"model_type": 3}, "drafter/config.json describes no drafter"),
+        ({"speculators_model_type": "medusa"}, "drafter/config.json: speculators_model_type is 'medusa'"),
     ):
-        (tmp_path / "drafter/config.json").write_text(json.dumps(wrong))
-        code, _, err = dry_run(capsys, *workplace, "drafter.path=drafter", verb="eval")
-        assert (code, err.count("\n")) == (2, 1)
-        assert "was trained for another target" in err
-        assert message in err
+        write_drafter_config(tmp_path / "drafter", **wrong)
+        for verb in ("eval", "fit"):
+            code, _, err = dry_run(capsys, *workplace, "drafter.path=drafter", verb=verb)
+            assert (code, err.count("\n")) == (2, 1)
+            assert message in err
+
+
+def write_drafter_config(folder, speculators_model_type="eagle3", taps=(1, 5), **layer):
+    """What ``check`` reads of a drafter's folder; the weights are not looked at."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "model.safetensors").write_bytes(b"")
+    dimensions = {"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
+    others = {"model_type": "llama", "hidden_size": 32, "rms_norm_eps": 1e-5, "max_position_embeddings": 512, "vocab_size": 304}
+    switches = dict.fromkeys(("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"), False)
+    config = {"speculators_model_type": speculators_model_type, "draft_vocab_size": 100, "eagle_aux_hidden_state_layer_ids": taps}
+    config |= switches | {"transformer_layer_config": dimensions | others | layer}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_training_goes_on_from_a_folder_with_its_taps_and_never_from_its_own_output(capsys, workplace, tmp_path):
+    write_drafter_config(tmp_path / "old/drafter")
+    code, out, err = dry_run(capsys, *workplace, "drafter.path=old/drafter", verb="fit")
+    assert code == 0, err
+    assert "taps [1, 5], from old/drafter" in out
+    code, _, err = dry_run(capsys, *workplace, "drafter.path=old/drafter", "drafter.taps=[2,3]", verb="fit")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "drafter.taps=[2, 3], but the drafter in old/drafter reads [1, 5]: set drafter.taps=null" in err
+    (tmp_path / "old/manifest.json").write_text('{"schema_version": 1, "target": null, "stages": {}}')
+    code, _, err = dry_run(capsys, *workplace, "drafter.path=old/../old/drafter", "run.dir=old", verb="fit")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "is where this run writes its own drafter: use another run.dir" in err
+
+
+@pytest.mark.parametrize("key", ["run.dir", "target.path", "drafter.path", "data.train", "suite.prompts"])
+def test_names_that_no_file_can_have(capsys, workplace, tmp_path, key):
+    before = sorted(tmp_path.rglob("*"))
+    code, _, err = dry_run(capsys, *workplace, f"{key}={'x' * 300}")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "x" * 300 in err
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_suite_that_was_trained_on_is_refused(capsys, workplace):
+    code, _, err = dry_run(capsys, *workplace, "suite=jsonl", "suite.prompts=train.jsonl")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "suite.prompts: 8 of its prompts are training prompts too, the first at train.jsonl:1" in err
+
+
+def test_a_target_that_cannot_chat_is_refused_before_anything_is_written(capsys, workplace, target, tmp_path):
+    mute = shutil.copytree(target, tmp_path / "mute")
+    for file in ("chat_template.jinja", "tokenizer_config.json"):
+        if (mute / file).is_file():
+            kept = {} if file.endswith("jinja") else json.loads((mute / file).read_text())
+            kept.pop("chat_template", None)
+            (mute / file).unlink() if file.endswith("jinja") else (mute / file).write_text(json.dumps(kept))
+    code, err = cli.main(["run", *workplace, f"target.path={mute}"]), capsys.readouterr().err
+    assert (code, err.count("\n")) == (2, 1)
+    assert "has no chat template" in err
+    assert not (tmp_path / "run").exists()
 
 
 def test_eval_without_a_run_needs_prompts_of_its_own(capsys, workplace, target):

@@ -166,6 +166,12 @@ def test_all_jobs_are_known_before_the_first_starts():
         sweep_jobs(["trainer.epochs=1,0"])
 
 
+def test_a_sweep_in_the_home_folder_is_in_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    run_sweep(["trainer.seed=1,2", "run.dir=~/sweep"])
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
+
+
 def test_a_sweep_too_starts_from_an_existing_run_directory(tmp_path):
     write(tmp_path / "old/config.yaml", "target: {path: somewhere}\n")
     overrides = ["run.dir=old", "decoding.num_speculative_tokens=1,2"]

@@ -28,7 +28,7 @@ class Case:
         self.matrix_DH = 0.7 * torch.randn(len(ids), HIDDEN, generator=generator, dtype=torch.float64)
         self.last_hidden_UH = torch.randn(U, HIDDEN, generator=generator, dtype=torch.float64)
         self.tokens = [self.ids[3], 1, self.ids[0], self.ids[-1], self.ids[5]]
-        self.weight_KU = torch.rand(K, U, generator=generator) * torch.tensor([[1.0, 1, 1, 0, 1], [1, 1, 0, 1, 1], [0, 1, 1, 1, 0]])
+        self.weight_KU = torch.rand(K, U, generator=generator, dtype=torch.float64) * torch.tensor([[1.0, 1, 1, 0, 1], [1, 1, 0, 1, 1], [0, 1, 1, 1, 0]])
 
     def teacher(self, normalised: bool = True) -> Teacher:
         normalizer = self.head.log_normalizer(self.last_hidden_UH) if normalised else None
@@ -70,11 +70,11 @@ def test_values_and_gradients(ids: tuple[int, ...], family: str, normalised: boo
     case = Case(family, ids)
     sums, d_hidden, d_matrix = case.run(EVERY_LOSS, normalised)
     total, terms, twin_d_hidden, twin_d_matrix = case.twin(EVERY_LOSS)
-    torch.testing.assert_close(sums.loss.detach(), total, rtol=1e-5, atol=0)
+    torch.testing.assert_close(sums.loss.detach(), total, rtol=1e-9, atol=0)
     for name, values in terms.items():
-        assert sums.terms_K[name].tolist() == pytest.approx(values, rel=1e-5), name
-    torch.testing.assert_close(d_hidden, twin_d_hidden, rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(d_matrix, twin_d_matrix, rtol=1e-4, atol=1e-6)
+        assert sums.terms_K[name].tolist() == pytest.approx(values, rel=1e-9), name
+    torch.testing.assert_close(d_hidden, twin_d_hidden, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(d_matrix, twin_d_matrix, rtol=1e-5, atol=1e-7)
     assert bool((d_hidden[case.weight_KU == 0] == 0).all())
     assert sums.count_K.tolist() == (case.weight_KU > 0).sum(-1).tolist()
     assert float(sums.weight) == pytest.approx(float(case.weight_KU.sum()))
@@ -178,6 +178,6 @@ def test_a_teachers_law_keeps_its_true_mass(family: str) -> None:
     expected = torch.stack([head_twin(case.head).law(y) for y in case.last_hidden_UH])
     for normalised in (True, False):
         found = case.teacher(normalised).log_law(slice(1, 4)).exp().double()
-        torch.testing.assert_close(found, expected[1:4, case.ids], rtol=1e-5, atol=1e-8)
+        torch.testing.assert_close(found, expected[1:4, case.ids], rtol=1e-10, atol=1e-14)
     full = Teacher(case.head, case.last_hidden_UH, None, None).log_law(slice(0, U)).exp().double()
-    torch.testing.assert_close(full, expected, rtol=1e-5, atol=1e-8)
+    torch.testing.assert_close(full, expected, rtol=1e-10, atol=1e-14)

@@ -130,7 +130,9 @@ def test_a_folder_that_is_no_run_directory_is_refused(tmp_path):
         RunDir(tmp_path / "file").check({})
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"stages": {}}', '{"schema_version": 99, "stages": {}, "target": null}'])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"stages": {}}', '{"schema_version": 1}', '{"schema_version": 99, "stages": {}, "target": null}']
+)
 def test_a_broken_manifest_is_named(tmp_path, text):
     (tmp_path / "manifest.json").write_text(text)
     with pytest.raises(InputError, match=r"manifest\.json"):
