@@ -88,7 +88,7 @@ def locate_target(config: TargetConfig) -> TargetSource:
     if os.path.isdir(folder):  # unlike Path.is_dir, False for names that no folder can have
         check_folder(folder)
         return TargetSource("folder", folder.resolve().name, weights_fingerprint(folder), folder, f"folder {folder}")
-    if os.path.exists(folder) or not _HUB_ID.fullmatch(config.path):
+    if os.path.exists(folder) or not _is_hub_id(config.path):
         raise InputError(
             f"target.path={config.path} is not a folder: give one with config.json and *.safetensors, or a Hub id (Qwen/Qwen3-8B)"
         )
@@ -100,6 +100,17 @@ def locate_target(config: TargetConfig) -> TargetSource:
         _require_safetensors(config, answer)
         return TargetSource("hub", config.path, answer.sha, None, f"downloading {config.path} at {answer.sha[:12]} from the Hub")
     return _bundled_source(config, answer)
+
+
+def _is_hub_id(path: str) -> bool:
+    """Whether the Hub could have a model of this name: it limits lengths and forbids ``..`` and ``--``."""
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(path)
+    except HFValidationError:
+        return False
+    return _HUB_ID.fullmatch(path) is not None
 
 
 def check_folder(folder: Path) -> None:

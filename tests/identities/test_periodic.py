@@ -11,6 +11,7 @@ from drafter_tools import MemoryStore, fit, trainer_config
 from small_targets import MOTIFS, PERIODIC_VOCAB, capture, periodic_target, periodic_text
 
 from spectrain.config import DrafterConfig
+from spectrain.data.packing import pack_batch
 from spectrain.data.vocab import build_vocab
 from spectrain.decoding.loop import speculative_generate
 from spectrain.decoding.verify import GREEDY
@@ -42,13 +43,13 @@ def test_the_target_speaks_in_periods(target: tuple[TargetModel, Path]) -> None:
 @pytest.mark.parametrize(
     ("drafter_options", "trainer_options"),
     [
-        ({}, {"learning_rate": 3e-3}),
+        ({"init": "random"}, {"learning_rate": 3e-3}),
         (
-            {"draft_vocab_size": 21, "layer_type": "qwen3", "norm_output": True},
+            {"init": "regression", "draft_vocab_size": 21, "layer_type": "qwen3", "norm_output": True},
             {"optimizer": "muon", "learning_rate": 3e-3, "muon_learning_rate": 3e-3},
         ),
     ],
-    ids=["llama, full vocabulary, adamw", "qwen3, reduced vocabulary, muon"],
+    ids=["llama, full vocabulary, adamw, from nothing", "qwen3, reduced vocabulary, muon, closed-form start"],
 )
 def test_a_drafter_learns_it_and_the_loop_accepts_it(
     target: tuple[TargetModel, Path], tmp_path: Path, drafter_options: dict[str, Any], trainer_options: dict[str, Any]
@@ -65,6 +66,8 @@ def test_a_drafter_learns_it_and_the_loop_accepts_it(
     assert vocab.coverage == 1.0
     head = TargetHead.from_checkpoint(folder)
     drafter = build_drafter(config, model.spec, vocab, head, folder)
+    if config.init == "regression":
+        assert drafter.start(lambda: [pack_batch([d for d in documents if d.split == "train"])]) > 0
     settings = trainer_config(row_tokens=160, max_steps=300, epochs=300, eval_every_steps=300, **trainer_options)
     result = fit(tmp_path, drafter, MemoryStore(documents), settings)
 

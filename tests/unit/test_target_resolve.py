@@ -99,7 +99,7 @@ def test_an_empty_path_is_a_configuration_error():
         resolve_target(TargetConfig())
 
 
-@pytest.mark.parametrize("path", ["/no/such/folder", "./nothing", "a/b/c", "~/nothing-here"])
+@pytest.mark.parametrize("path", ["/no/such/folder", "./nothing", "a/b/c", "~/nothing-here", "a..b", "x" * 300])
 def test_a_missing_folder_is_named_without_asking_the_hub(path, monkeypatch):
     monkeypatch.setattr(resolve, "_ask_hub", lambda config: pytest.fail("the Hub was asked"))
     with pytest.raises(InputError, match=f"target.path={path} is not a folder"):
