@@ -211,8 +211,8 @@ def check_dimensions(config: SpectrainConfig, spec: TargetSpec) -> None:
 
 
 def check_drafter_fits(folder: Path, spec: TargetSpec) -> None:
-    """A drafter's folder was made for a target of these dimensions."""
-    from spectrain.drafters.folder import read_shape
+    """A drafter's folder is whole, and was made for a target of these dimensions."""
+    from spectrain.drafters.folder import load_drafter, read_shape
 
     shape = read_shape(folder)
     found = {"target_hidden_size": shape.layer.hidden_size, "vocab_size": shape.target_vocab_size}
@@ -221,6 +221,7 @@ def check_drafter_fits(folder: Path, spec: TargetSpec) -> None:
             raise InputError(f"drafter {folder} was trained for another target: its {name} is {found[name]}, this target's {wanted}")
     if max(shape.taps) > spec.num_layers:
         raise InputError(f"drafter {folder} was trained for another target: it reads tap {max(shape.taps)} of {spec.num_layers} layers")
+    load_drafter(folder)  # raises for weights that are broken, or of another shape
 
 
 def _check_continued(context: Context, folder: Path) -> None:

@@ -168,7 +168,10 @@ def _base_values(parsed: Sequence[Override]) -> dict[str, Any]:
     file = _reused_config(parsed)
     if file is None:
         return {}
-    values = yaml.safe_load(file.read_text(encoding="utf-8"))
+    try:
+        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{file} cannot be read ({error}): delete the file, or name a recipe") from error
     if not isinstance(values, dict):
         raise InputError(f"{file} is not a configuration: delete the file, or name a recipe")
     values.pop("run", None)

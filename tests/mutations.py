@@ -136,6 +136,13 @@ MUTATIONS = (
         (UNROLL,),
     ),
     Mutation(
+        "embeddings scaled as in the target's own stream",
+        RECURRENT + "unroll.py",
+        "embedding_TH = head.embed_rows(next_T)",
+        "embedding_TH = head.embed(next_T)",
+        (UNROLL,),
+    ),
+    Mutation(
         "drafts left as draft ids",
         RECURRENT + "drafter.py",
         "steps.token_B = self.draft_ids_D[draft_B]",
@@ -313,8 +320,8 @@ MUTATIONS = (
     Mutation(
         "the tail of an epoch dropped",
         TRAINING + "sampler.py",
-        "self.steps_per_epoch = [-(-len(micro) // per_step) for micro in self._micro]",
-        "self.steps_per_epoch = [max(1, len(micro) // per_step) for micro in self._micro]",
+        "self.steps_per_epoch.append(-(-len(self._micro[-1]) // per_step))",
+        "self.steps_per_epoch.append(max(1, len(self._micro[-1]) // per_step))",
         ("tests/unit/test_sampler.py",),
     ),
     Mutation(

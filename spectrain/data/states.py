@@ -191,7 +191,9 @@ class _Shard:
         if not path.is_file():
             raise InputError(f"{path} is missing although the index names it: remove the folder and capture again")
         if path.stat().st_size != record.bytes:
-            raise InputError(f"{path} has {path.stat().st_size} bytes, the index says {record.bytes}: it is broken, capture again")
+            raise InputError(
+                f"{path} has {path.stat().st_size} bytes, the index says {record.bytes}: it is broken, remove the folder and capture again"
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_tensors": None}
@@ -205,7 +207,7 @@ class _Shard:
                 found = tensors.get(name)
                 if found is None or found.dtype != dtype or tuple(found.shape) != (self._record.tokens, *shape):
                     raise InputError(
-                        f"{self.path}: tensor {name} is missing or does not have the type and shape of the index: capture again"
+                        f"{self.path}: tensor {name} does not have the type and shape of the index: remove the folder and capture again"
                     )
             self._tensors = tensors
         return self._tensors
@@ -223,16 +225,20 @@ class _Shard:
                     for row in zip(keys, splits, itertools.repeat(number, len(keys)), offsets[:-1], lengths, loss_counts, strict=True)
                 ]
             except (SafetensorError, KeyError, TypeError, ValueError) as error:
-                raise InputError(f"{self.path} does not list its documents ({error}): it is broken, capture again") from error
+                raise InputError(
+                    f"{self.path} does not list its documents ({error}): it is broken, remove the folder and capture again"
+                ) from error
         if len(listed) != self._record.documents or sum(lengths) != self._record.tokens:
-            raise InputError(f"{self.path} does not hold the documents and tokens that the index names: it is broken, capture again")
+            raise InputError(
+                f"{self.path} does not hold the documents that the index names: it is broken, remove the folder and capture again"
+            )
         return listed
 
     def _open(self) -> Any:
         try:
             return safe_open(self.path, framework="pt")
         except (SafetensorError, OSError) as error:
-            raise InputError(f"{self.path} cannot be read ({error}): it is broken, capture again") from error
+            raise InputError(f"{self.path} cannot be read ({error}): it is broken, remove the folder and capture again") from error
 
     def verify(self, on_bytes: Callable[[int], None] | None) -> None:
         digest = hashlib.sha256()
@@ -242,7 +248,9 @@ class _Shard:
                 if on_bytes is not None:
                     on_bytes(len(chunk))
         if digest.hexdigest() != self._record.sha256:
-            raise InputError(f"{self.path} does not have the checksum of the index: its content has changed, capture again")
+            raise InputError(
+                f"{self.path} does not have the checksum of the index: its content has changed, remove the folder and capture again"
+            )
 
 
 class StateStore:

@@ -53,21 +53,21 @@ def fit(context: Context) -> float | None:
     if decision.skip:
         say(str(decision))
         return context.run_dir.outputs("fit").get("walk_acceptance_length")
+    store, train, heldout = capture.documents(context)
+    if context.config.states.verify_checksums:
+        _verify(store)  # before an older drafter is removed
     with context.run_dir.running(decision) as outputs:
-        outputs |= _train(context)
+        outputs |= _train(context, store, train, heldout)
     best, length = f"step {outputs['step']} of {outputs['steps']}", outputs["walk_acceptance_length"]
     say(f"fit: {best} is the best, acceptance length {length:.3f} by the walk")
     return outputs["walk_acceptance_length"]
 
 
-def _train(context: Context) -> dict[str, Any]:
+def _train(context: Context, store: StateStore, train: list[int], heldout: list[int]) -> dict[str, Any]:
     from spectrain.drafters.build import build_drafter, continue_drafter
     from spectrain.training.trainer import FitPaths, Trainer
 
     config, run_dir = context.config, context.run_dir
-    store, train, heldout = capture.documents(context)
-    if config.states.verify_checksums:
-        _verify(store)
     train = [number for number in train if store.loss_counts[number] > 1]
     head = TargetHead.from_checkpoint(context.target.folder)
     if config.drafter.path is not None:

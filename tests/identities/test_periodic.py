@@ -77,6 +77,7 @@ def test_a_drafter_learns_it_and_the_loop_accepts_it(
     for k in range(N):
         assert sum(line["accuracy_per_step"][k] for line in last) / len(last) >= 0.99
     assert result.best_acceptance_length > 0.95 * (1 + N)
+    assert (lines[0]["walk_acceptance_length"] > 1.8) == (config.init == "regression")  # the closed form alone gets some way
 
     served = load_drafter(tmp_path / "drafter").attach(head)
     fresh = [periodic_text(m, phase, 12) for m, phase in STARTS]

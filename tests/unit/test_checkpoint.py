@@ -75,6 +75,23 @@ def test_a_restored_training_goes_on_with_the_same_bits(tmp_path: Path, optimize
     assert_same_bits(resumed.moments(), whole.moments())
 
 
+def test_a_frozen_head_is_kept_too(tmp_path: Path) -> None:
+    """It has no moments, but its weights belong to the drafter."""
+    trainings = [Training(seed=seed) for seed in (0, 7)]
+    for training in trainings:
+        tensors_of(training.drafter)["lm_head.weight"].requires_grad_(False)
+        training.optimizers = build_optimizers(training.drafter, TrainerConfig())
+    head = trainings[0].weights()["lm_head.weight"]
+    trainings[0].step()
+    trainings[0].save(tmp_path, 1)
+    trainings[1].load(tmp_path)
+    for training in trainings:
+        training.step()
+        assert torch.equal(training.weights()["lm_head.weight"], head)
+    assert_same_bits(trainings[0].weights(), trainings[1].weights())
+    assert not any("lm_head" in name for _, name, _ in trainings[1].moments())
+
+
 def test_without_a_checkpoint_nothing_happens(tmp_path: Path) -> None:
     training = Training()
     before = training.weights()

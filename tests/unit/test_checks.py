@@ -4,10 +4,16 @@ import json
 import shutil
 
 import pytest
+import torch
 from tiny import tiny_target
 
 from spectrain import cli
 from spectrain.checks import check_disk
+from spectrain.data.vocab import DraftVocab
+from spectrain.drafters.folder import save_drafter
+from spectrain.drafters.layers import LayerShape
+from spectrain.drafters.recurrent.drafter import Eagle3
+from spectrain.drafters.recurrent.eagle3 import Eagle3Shape
 from spectrain.stages import plan
 
 
@@ -119,31 +125,32 @@ def test_eval_needs_a_drafter_of_this_target(capsys, workplace, tmp_path):
     for wrong, message in (
         ({"hidden_size": 64}, "drafter was trained for another target: its target_hidden_size is 64, this target's 32"),
         ({"vocab_size": 101}, "drafter was trained for another target: its vocab_size is 101, this target's 304"),
-        ({"taps": (2, 9)}, "drafter was trained for another target: it reads tap 9 of 7 layers"),
+        ({"eagle_aux_hidden_state_layer_ids": [2, 9]}, "drafter was trained for another target: it reads tap 9 of 7 layers"),
         ({"model_type": 3}, "drafter/config.json describes no drafter"),
+        ({"intermediate_size": 49}, "drafter/model.safetensors: tensor 'layers.0.mlp.gate_proj.weight' has shape (48, 32)"),
         ({"speculators_model_type": "medusa"}, "drafter/config.json: speculators_model_type is 'medusa'"),
     ):
-        write_drafter_config(tmp_path / "drafter", **wrong)
+        write_drafter(tmp_path / "drafter", **wrong)
         for verb in ("eval", "fit"):
             code, _, err = dry_run(capsys, *workplace, "drafter.path=drafter", verb=verb)
             assert (code, err.count("\n")) == (2, 1)
             assert message in err
 
 
-def write_drafter_config(folder, speculators_model_type="eagle3", taps=(1, 5), **layer):
-    """What ``check`` reads of a drafter's folder; the weights are not looked at."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "model.safetensors").write_bytes(b"")
-    dimensions = {"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
-    others = {"model_type": "llama", "hidden_size": 32, "rms_norm_eps": 1e-5, "max_position_embeddings": 512, "vocab_size": 304}
-    switches = dict.fromkeys(("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"), False)
-    config = {"speculators_model_type": speculators_model_type, "draft_vocab_size": 100, "eagle_aux_hidden_state_layer_ids": taps}
-    config |= switches | {"transformer_layer_config": dimensions | others | layer}
+def write_drafter(folder, **wrong):
+    """A random drafter that fits the target, but for what its configuration is then made to say."""
+    layer = LayerShape("llama", 32, 48, 4, 2, 8, 1e-5, {"rope_type": "default", "rope_theta": 10000.0}, 512)
+    shape = Eagle3Shape(layer, num_layers=1, taps=(1, 5), target_vocab_size=304, draft_vocab_size=100)
+    drafter = Eagle3(shape, DraftVocab(torch.arange(100), 304, 1.0))
+    save_drafter(drafter, folder, target="t", target_architectures=("LlamaForCausalLM",), num_speculative_tokens=3)
+    config = json.loads((folder / "config.json").read_text())
+    for name, value in wrong.items():
+        (config["transformer_layer_config"] if name in config["transformer_layer_config"] else config)[name] = value
     (folder / "config.json").write_text(json.dumps(config))
 
 
 def test_training_goes_on_from_a_folder_with_its_taps_and_never_from_its_own_output(capsys, workplace, tmp_path):
-    write_drafter_config(tmp_path / "old/drafter")
+    write_drafter(tmp_path / "old/drafter")
     code, out, err = dry_run(capsys, *workplace, "drafter.path=old/drafter", verb="fit")
     assert code == 0, err
     assert "taps [1, 5], from old/drafter" in out

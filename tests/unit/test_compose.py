@@ -7,7 +7,7 @@ from omegaconf import OmegaConf
 
 from spectrain.compose import compose, multirun, sweep_config, sweep_jobs, swept
 from spectrain.config import SpectrainConfig
-from spectrain.errors import ConfigError, SpectrainError
+from spectrain.errors import ConfigError, InputError, SpectrainError
 from spectrain.share import GROUP_FOLDERS, group_options
 
 
@@ -164,6 +164,13 @@ def test_all_jobs_are_known_before_the_first_starts():
     assert [(job.trainer.seed, job.trainer.epochs) for job in jobs] == [(1, 5), (2, 5)]
     with pytest.raises(ConfigError, match=r"trainer\.epochs=0 must be at least 1"):
         sweep_jobs(["trainer.epochs=1,0"])
+
+
+def test_a_stored_configuration_that_is_no_text_is_named(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.yaml").write_bytes(b"\xff\xfe")
+    with pytest.raises(InputError, match=r"run/config\.yaml cannot be read"):
+        compose(["run.dir=run"])
 
 
 def test_a_sweep_in_the_home_folder_is_in_the_home_folder(tmp_path, monkeypatch):

@@ -33,21 +33,31 @@ def test_prompts_and_then_low_ids_fill_what_is_left() -> None:
     vocab = build_vocab([document([9, 9, 8, 5], [0, 0, 0, 1])], 5, V)
     assert vocab.ids_D.tolist() == [0, 1, 5, 8, 9]
     assert vocab.coverage == 1.0
-    # A prompt token never pushes out a generated one, however frequent it is.
-    assert build_vocab([document([9] * 50 + [5], [0] * 50 + [1])], 1, V).ids_D.tolist() == [5]
+    # Twenty occurrences in prompts weigh as one that was generated.
+    assert build_vocab([document([9] * 19 + [5], [0] * 19 + [1])], 1, V).ids_D.tolist() == [5]
+    assert build_vocab([document([9] * 21 + [5], [0] * 21 + [1])], 1, V).ids_D.tolist() == [9]
+
+
+def test_what_the_target_expected_to_say_counts_as_if_it_had() -> None:
+    documents = [document([5, 5, 7, 3], [1, 1, 1, 1])]
+    expected_V = np.zeros(V)
+    expected_V[[11, 3]] = 1.5, 0.25
+    vocab = build_vocab(documents, 3, V, expected_V)
+    assert vocab.ids_D.tolist() == [3, 5, 11]  # 1 + 0.25 before the 1 of token 7
+    assert vocab.coverage == pytest.approx(3 / 4)  # of what was said, not of what was expected
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, V - 1), st.booleans()), min_size=1, max_size=80), st.integers(1, V))
-def test_no_other_vocabulary_of_this_size_covers_more(tokens: list[tuple[int, bool]], size: int) -> None:
+@given(st.lists(st.tuples(st.integers(0, V - 1), st.booleans()), min_size=1, max_size=80), st.integers(1, V - 1))
+def test_no_dropped_token_scores_more_than_a_kept_one(tokens: list[tuple[int, bool]], size: int) -> None:
     vocab = build_vocab([document([t for t, _ in tokens], [int(m) for _, m in tokens])], size, V)
-    counts = Counter(t for t, m in tokens if m)
-    total = sum(counts.values())
-    best = sum(count for _, count in counts.most_common(size))
+    generated, prompted = (Counter(t for t, m in tokens if m == wanted) for wanted in (True, False))
+    scores = [generated[t] + prompted[t] / 20 for t in range(V)]
     kept = vocab.ids_D.tolist()
     assert kept == sorted(set(kept)) and len(kept) == size
-    assert vocab.coverage == pytest.approx(best / total if total else 1.0)
-    assert sum(counts[t] for t in kept) == best
+    assert min(scores[t] for t in kept) >= max(scores[t] for t in range(V) if t not in kept) - 1e-9
+    total = sum(generated.values())
+    assert vocab.coverage == pytest.approx(sum(generated[t] for t in kept) / total if total else 1.0)
 
 
 def test_offsets_and_lookups_are_inverse() -> None:
