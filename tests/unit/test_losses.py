@@ -28,10 +28,8 @@ class Case:
         self.matrix_DH = 0.7 * torch.randn(len(ids), HIDDEN, generator=generator, dtype=torch.float64)
         self.last_hidden_UH = torch.randn(U, HIDDEN, generator=generator, dtype=torch.float64)
         self.tokens = [self.ids[3], 1, self.ids[0], self.ids[-1], self.ids[5]]
-        counted = torch.tensor(
+        counted = torch.tensor([[1.0, 1, 1, 0, 1], [1, 1, 0, 1, 1], [0, 1, 1, 1, 0]])
         self.weight_KU = torch.rand(K, U, generator=generator, dtype=torch.float64) * counted
-            [[1.0, 1, 1, 0, 1], [1, 1, 0, 1, 1], [0, 1, 1, 1, 0]]
-        )
 
     def teacher(self, normalised: bool = True) -> Teacher:
         normalizer = self.head.log_normalizer(self.last_hidden_UH) if normalised else None
