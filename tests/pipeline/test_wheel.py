@@ -74,7 +74,7 @@ def test_a_dry_run_of_the_quickstart_finds_recipe_and_prompts(installed, tmp_pat
     target = tiny_target("llama", tmp_path / "target", num_hidden_layers=7)
     empty = tmp_path / "empty"
     empty.mkdir()
-    more = [f"target.path={target}", "drafter.draft_vocab_size=100", "target.max_length=512"]
+    more = [f"target.path={target}", "drafter.taps=[2,5,7]", "drafter.draft_vocab_size=100", "target.max_length=512"]
     done = spectrain(installed, empty, "run", "recipe=quickstart", *more, "--dry-run")
     assert done.returncode == 0, done.stderr
     assert "held out" in done.stdout
