@@ -118,7 +118,8 @@ def _start(drafter: Eagle3, store: StateStore, train: list[int]) -> None:
             yield pack_batch([store[train[index]] for index in row])
 
     columns = drafter.start(batches)
-    note = f"solved on {columns:,} columns" if columns else "too few columns to solve for one, so it starts from the target's parts alone"
+    alone = "cannot be solved for with these states (too few?), so the drafter starts from parts of the target alone"
+    note = f"solved on {columns:,} columns" if columns else alone
     say(f"fit: closed-form start {note}")
 
 

@@ -35,6 +35,7 @@ from spectrain.target.head import TargetHead
 MAX_COLUMNS_PER_DIM = 64
 _RIDGE = 3e-3  # of the mean diagonal of the Gram matrix
 _FAST_PAIRS = 4
+_LEAST_CONSTANT = 0.9  # mean of w·x below which no head could be made to look at its own column
 _SHARPNESS = 5.0  # lead of the own column's score over its neighbour's
 
 
@@ -60,8 +61,8 @@ class _Gram:
 def start_by_regression(body: Eagle3Body, head: TargetHead, batches: Callable[[], Iterable[PackedBatch]], steps: int, decay: float) -> int:
     """Set fc, the first layer's attention and its MLP's output from training documents; returns the number of columns used.
 
-    ``batches`` is called four times. ``steps`` and ``decay`` weigh the MLP's regression as training will. With fewer columns than unknowns
-    nothing is set, and 0 is returned.
+    ``batches`` is called four times. ``steps`` and ``decay`` weigh the MLP's regression as training will. With fewer columns than
+    unknowns, or where no direction of the inputs is nearly constant, nothing is set and 0 is returned.
     """
     layer = body.layers[0]
     width = layer.self_attn.q_proj.in_features
@@ -74,6 +75,7 @@ def start_by_regression(body: Eagle3Body, head: TargetHead, batches: Callable[[]
         used += len(t_P)
     if used < width:
         return 0
+    fc_before = body.fc.weight.clone()
     body.fc.weight.copy_(fuse.solve().T)
 
     change = _Gram()
@@ -82,6 +84,10 @@ def start_by_regression(body: Eagle3Body, head: TargetHead, batches: Callable[[]
         residual_PH, x_PI = _column_input(body, head, batch, t_P, body.fuse(batch.taps_TAH[t_P]), 0)
         change.add(x_PI, torch.cat([_unit(batch.last_hidden_TH[t_P + 1]) - residual_PH, torch.ones_like(residual_PH[:, :1])], dim=1))
     solution_IO = change.solve()
+    assert isinstance(change.xy, Tensor)
+    if float(change.xy[:, -1] @ solution_IO[:, -1]) < _LEAST_CONSTANT * used:
+        body.fc.weight.copy_(fc_before)
+        return 0
     _set_attention(body, solution_IO[:, :-1], solution_IO[:, -1], change.xx)
 
     layer.mlp.down_proj.weight.zero_()
