@@ -8,6 +8,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 
+def write_atomically(path: Path, text: str) -> None:
+    """Replace ``path`` in one step; after a crash it holds the old text or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+    sync(path.parent)
+
+
 def replace_folder(folder: Path, fill: Callable[[Path], None]) -> None:
     """Make ``folder`` hold what ``fill(path)`` writes into an empty folder.
 

@@ -27,7 +27,7 @@ from typing import Any
 
 from spectrain.console import say
 from spectrain.errors import InputError, RunError
-from spectrain.files import recover_folder, sync
+from spectrain.files import recover_folder, write_atomically
 
 SCHEMA_VERSION = 1
 _MANIFEST, _LOCK = "manifest.json", ".lock"
@@ -244,18 +244,6 @@ class RunDir:
         finally:
             self._locked = False
             os.close(descriptor)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace ``path`` in one step; after a crash it holds the old text or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
-    sync(path.parent)
 
 
 def versions() -> dict[str, str]:

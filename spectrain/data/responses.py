@@ -25,6 +25,7 @@ from spectrain.config import SamplingConfig
 from spectrain.console import say
 from spectrain.data.prompts import Conversation, digest_json
 from spectrain.errors import InputError
+from spectrain.files import sync
 
 FINISH_REASONS = ("stop", "length", "imported")
 SPLITS = ("train", "heldout")
@@ -208,11 +209,7 @@ def _write_atomically(table: pa.Table, path: Path) -> None:
         os.fsync(handle.fileno())
     os.replace(temporary, path)
     with suppress(OSError):  # not every file system lets a folder be synchronised
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync(path.parent)
 
 
 def _read(path: Path, columns: list[str] | None = None) -> pa.Table:

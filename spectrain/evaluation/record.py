@@ -20,7 +20,7 @@ from typing import Any
 
 from spectrain.errors import InputError, RunError
 from spectrain.evaluation.metrics import AcceptanceStats, Round, acceptance, bootstrap_ratio_interval
-from spectrain.run_dir import write_atomically
+from spectrain.files import write_atomically
 
 Interval = tuple[float, float]
 

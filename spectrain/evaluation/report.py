@@ -28,7 +28,7 @@ from spectrain.evaluation.labels import (
     shared_conditions,
 )
 from spectrain.evaluation.record import EvaluationRecord, Interval
-from spectrain.run_dir import write_atomically
+from spectrain.files import write_atomically
 
 Fact = tuple[str, str]
 TEMPLATE = "report.html.jinja"

@@ -22,7 +22,8 @@ from spectrain.drafters.folder import read_shape
 from spectrain.engines.base import Engine
 from spectrain.engines.hf import HFEngine
 from spectrain.errors import RunError
-from spectrain.run_dir import RunDir, write_atomically
+from spectrain.files import write_atomically
+from spectrain.run_dir import RunDir
 from spectrain.target.model import TargetModel, choose_device, choose_dtype
 from spectrain.target.resolve import ResolvedTarget, TargetSource, resolve_target
 from spectrain.target.spec import TargetSpec

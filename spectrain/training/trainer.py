@@ -29,6 +29,7 @@ from spectrain.drafters.folder import save_drafter
 from spectrain.drafters.losses import LossSums
 from spectrain.drafters.recurrent.drafter import Eagle3
 from spectrain.errors import RunError
+from spectrain.files import write_atomically
 from spectrain.training.checkpoint import load_checkpoint, save_checkpoint
 from spectrain.training.optim import build_optimizers, lr_factor, set_learning_rates
 from spectrain.training.sampler import StepSampler
@@ -298,6 +299,4 @@ def _keep_metrics_up_to(path: Path, step: int) -> None:
                 kept.append(line)
         except (json.JSONDecodeError, KeyError):
             continue
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-    partial.replace(path)
+    write_atomically(path, "".join(line + "\n" for line in kept))

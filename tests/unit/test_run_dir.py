@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from spectrain.errors import InputError, RunError
-from spectrain.run_dir import Inputs, RunDir, file_digest, write_atomically
+from spectrain.files import write_atomically
+from spectrain.run_dir import Inputs, RunDir, file_digest
 
 FIXED = {"target": "t", "drafter.taps": [2, 15, 27]}
 GROWING = {"prompts": "10 (aa)"}
