@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import time
@@ -114,14 +115,15 @@ def needed_operations(batch: Any, draft_vocab: int, owns_head: bool) -> float:
     valid_K = Columns.build(batch, STEPS_K).valid_KM.sum(-1).tolist()
     columns, students = valid_K[0], sum(valid_K)
     q_size, kv_size = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
-    per_key = TAPS * HIDDEN * HIDDEN + 2 * 2 * HIDDEN * kv_size  # fc, k, v on every column once
+    fuse = batch.num_tokens * TAPS * HIDDEN * HIDDEN  # fc on every column; its input needs no gradient
+    per_key = 2 * 2 * HIDDEN * kv_size  # k, v on every column once
     per_student = 2 * HIDDEN * q_size + q_size * HIDDEN + 3 * HIDDEN * INTERMEDIATE
     own_keys = (students - columns) * 2 * 2 * HIDDEN * kv_size
     attention = sum(valid_K) * 2 * HEADS * HEAD_DIM * (PROMPT + ANSWER / 2)
     head = students * draft_vocab * HIDDEN
     trained = batch.num_tokens * per_key + students * per_student + own_keys + attention
     teacher = columns * draft_vocab * HIDDEN
-    return 2 * (3 * trained + (3 if owns_head else 2) * head + teacher)
+    return 2 * (2 * fuse + 3 * trained + (3 if owns_head else 2) * head + teacher)
 
 
 def peak_operations_per_s() -> float:
@@ -163,7 +165,8 @@ def worker(side: str, draft_vocab: int, steps: int) -> dict[str, float]:
         step()
         times.append(time.perf_counter() - start)
     peak_bytes = resident_bytes("VmHWM")
-    with FlopCounterMode(display=False) as counter:
+    onednn = {torch.ops.mkldnn._linear_pointwise: lambda x, weight, *_, out_val=None, **__: 2 * math.prod(x) * weight[0]}
+    with FlopCounterMode(display=False, custom_mapping=onednn) as counter:
         step()
     return {
         "tokens_per_s": batch.num_tokens / min(times),
