@@ -101,8 +101,8 @@ class Trainer:
             project_dir=str(paths.metrics.parent),
         )
         device = self.accelerator.device
-        drafter.head.to(device)
         self.drafter = drafter.to(device)
+        self.drafter.attach(drafter.head.to(device))  # again: what was gathered from the head must follow it
         self.optimizers = build_optimizers(self.drafter, options)
         self.model = self.accelerator.prepare_model(self.drafter)
         lengths = [int(store.lengths[d]) for d in self.train]
