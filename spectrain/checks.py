@@ -195,18 +195,15 @@ def target_spec(config: SpectrainConfig, source: TargetSource) -> TargetSpec | N
 
 def check_dimensions(config: SpectrainConfig, spec: TargetSpec) -> None:
     """The drafter fits the target."""
+    from spectrain.drafters.build import resolve_taps
+
     drafter = config.drafter
     longest, vocabulary = config.target.max_length, drafter.draft_vocab_size
     if longest > spec.max_position_embeddings:
         raise ConfigError(f"target.max_length={longest} exceeds the target's {spec.max_position_embeddings} positions: lower it")
     if vocabulary is not None and vocabulary > spec.vocab_size:
         raise ConfigError(f"drafter.draft_vocab_size={vocabulary} is larger than the target's vocabulary of {spec.vocab_size}: lower it")
-    beyond = [tap for tap in drafter.taps or () if tap > spec.num_layers]
-    if beyond:
-        raise ConfigError(
-            f"drafter.taps={list(drafter.taps or ())}: {beyond[0]} lies beyond the last layer; the target has {spec.num_layers} layers, "
-            f"so taps run from 0 to {spec.num_layers}"
-        )
+    resolve_taps(drafter, spec)
     _check_heads(drafter, spec)
 
 
@@ -235,17 +232,13 @@ def _check_continued(context: Context, folder: Path) -> None:
 
 
 def _check_heads(drafter: DrafterConfig, spec: TargetSpec) -> None:
+    from spectrain.drafters.build import layer_shape
+
     for name in ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size"):
         value = getattr(drafter, name)
         if value is not None and value < 1:
             raise ConfigError(f"drafter.{name}={value} must be at least 1")
-    heads = drafter.num_attention_heads or spec.num_attention_heads
-    kv_heads = drafter.num_key_value_heads or min(spec.num_key_value_heads, heads)
-    if heads % kv_heads:
-        raise ConfigError(f"drafter.num_attention_heads={heads} must be a multiple of drafter.num_key_value_heads={kv_heads}")
-    head_dim = drafter.head_dim or spec.head_dim
-    if head_dim % 2:
-        raise ConfigError(f"drafter.head_dim={head_dim} must be even: rotary positions turn pairs")
+    layer_shape(drafter, spec)
 
 
 # --- the disk --------------------------------------------------------------------------------------------------------------------

@@ -135,7 +135,7 @@ class StatesConfig:
         _require(self.shard_bytes >= 1 << 16, f"states.shard_bytes={self.shard_bytes} must be at least 65536")
 
 
-LOSS_NAMES = ("ce", "kl", "tv", "lk")
+LOSS_NAMES = ("ce", "kl", "tv", "lk")  # in the order of the sums that drafters/losses.py keeps
 
 
 @dataclass(frozen=True)

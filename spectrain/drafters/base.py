@@ -53,11 +53,6 @@ class Drafter(nn.Module, ABC):
             raise RuntimeError("call drafter.attach(head) first: a drafter borrows the target's embedding")
         return head
 
-    @property
-    def max_draft_tokens(self) -> int | None:
-        """The most tokens one ``propose`` can draft; None: any number."""
-        return None
-
     def forward(self, batch: PackedBatch) -> LossSums:
         """``train_losses``, under the name that data-parallel wrappers intercept."""
         return self.train_losses(batch)

@@ -73,10 +73,11 @@ def layer_shape(config: DrafterConfig, spec: TargetSpec) -> LayerShape:
 def resolve_taps(config: DrafterConfig, spec: TargetSpec) -> tuple[int, ...]:
     """The taps of the configuration, or the target's default ones; ConfigError outside [0, N]."""
     taps = config.taps if config.taps is not None else spec.default_taps()
-    outside = [tap for tap in taps if tap > spec.num_layers]
-    if outside:
+    beyond = [tap for tap in taps if tap > spec.num_layers]
+    if beyond:
         raise ConfigError(
-            f"drafter.taps={list(taps)}: tap {outside[0]} lies beyond the target's {spec.num_layers} layers: use 0 to {spec.num_layers}"
+            f"drafter.taps={list(taps)}: {beyond[0]} lies beyond the last layer; the target has {spec.num_layers} layers, "
+            f"so taps run from 0 to {spec.num_layers}"
         )
     return tuple(taps)
 

@@ -11,7 +11,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -23,6 +22,7 @@ from spectrain.drafters.recurrent.drafter import Eagle3
 from spectrain.drafters.recurrent.eagle3 import Eagle3Shape
 from spectrain.errors import InputError
 from spectrain.files import recover_folder, replace_folder
+from spectrain.run_dir import file_digest
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 _SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -211,11 +211,4 @@ def _check_tensors(expected: dict[str, Tensor], found: dict[str, Tensor], path: 
 
 def weights_digest(folder: Path) -> str:
     """sha256 of the weights file: binds evaluations and parity records to exact weights."""
-    import hashlib
-
-    with (folder / WEIGHTS).open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def dtype_of(drafter: Eagle3) -> torch.dtype:
-    return drafter.body.fc.weight.dtype
+    return file_digest(folder / WEIGHTS)

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from spectrain.config import LOSS_NAMES
 from spectrain.target.cpu_linear import linear
 from spectrain.target.head import TargetHead
 
@@ -84,11 +85,10 @@ def draft_loss(
         loss_weights: coefficients of ``ce``, ``kl``, ``tv``, ``lk``.
     """
     loss, stats_K = _DraftLoss.apply(hidden_KUH, lm_head_DH, teacher, target_U, weight_KU, loss_weights)
-    names = ("ce", "kl", "tv", "lk")
     return LossSums(
         loss=loss,
         weight=weight_KU.sum(),
-        terms_K={name: stats_K[i] for i, name in enumerate(names) if loss_weights.get(name)},
+        terms_K={name: stats_K[i] for i, name in enumerate(LOSS_NAMES) if loss_weights.get(name)},
         hits_K=stats_K[4],
         count_K=(weight_KU > 0).sum(-1),
     )
@@ -153,7 +153,7 @@ def _chunk_loss(
 
     Every gradient is ``a·p − b·p·[p<q] − c·q − e·onehot`` with a, b, c, e per row, so terms are summed as coefficients first.
     """
-    ce_w, kl_w, tv_w, lk_w = (loss_weights.get(name, 0.0) for name in ("ce", "kl", "tv", "lk"))
+    ce_w, kl_w, tv_w, lk_w = (loss_weights.get(name, 0.0) for name in LOSS_NAMES)
     counted_KC = weight_KC > 0
     top_KC, best_KC = logits_KCD.max(-1)
     inside_C = target_C >= 0

@@ -18,6 +18,7 @@ from spectrain.data.chat import ChatTemplate, end_token_ids
 from spectrain.data.prompts import PromptSplit
 from spectrain.data.responses import Sampling, resolve_sampling, response_key
 from spectrain.data.states import StoreMeta
+from spectrain.drafters.build import resolve_taps
 from spectrain.drafters.folder import read_shape
 from spectrain.engines.base import Engine
 from spectrain.engines.hf import HFEngine
@@ -130,7 +131,7 @@ class Context:
         """The taps to capture: those of the drafter that is trained on, the configured ones, or the target's default."""
         if self.config.drafter.path is not None:
             return read_shape(Path(self.config.drafter.path).expanduser()).taps
-        return self.config.drafter.taps or self.spec.default_taps()
+        return resolve_taps(self.config.drafter, self.spec)
 
     @property
     def served_target(self) -> str:

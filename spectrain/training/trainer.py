@@ -21,7 +21,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from spectrain.config import SpectrainConfig
+from spectrain.config import LOSS_NAMES, SpectrainConfig
 from spectrain.console import ProgressBar, say
 from spectrain.data.packing import pack_batch
 from spectrain.data.states import StateStore
@@ -177,7 +177,7 @@ class Trainer:
         if self.accelerator.num_processes == 1:
             return
         k = self.drafter.steps
-        names = [name for name in ("ce", "kl", "tv", "lk") if self.drafter.loss.weights.get(name)]
+        names = [name for name in LOSS_NAMES if self.drafter.loss.weights.get(name)]
         zeros = torch.zeros(k, device=self.accelerator.device)
         rows = [sums.hits_K if sums.hits_K is not None else zeros, sums.count_K if sums.count_K is not None else zeros]
         rows += [sums.terms_K.get(name, zeros) for name in names]

@@ -68,19 +68,15 @@ def observe(
     cache.columns_B = cache.columns_B + new_B.clamp(min=0)
 
 
-def draft_steps(body: Eagle3Body, rotary: Rotary, head: TargetHead, cache: RecurrentCache, anchor_B: Tensor, n: int) -> DraftSteps:
-    if cache.pending_BH is None:
-        raise RuntimeError("observe the prompt before proposing: a draft starts from the feature of the last verified token")
-    return DraftSteps(body, rotary, head, cache, anchor_B, n)
-
-
 class DraftSteps:
-    """Iterator over the n steps of one draft: yields the normed hidden state [B, H]; ``token`` must be set before the next step."""
+    """Iterator over the n steps of one draft: yields the normed hidden state [B, H]; ``token_B`` must be set before the next step."""
 
     def __init__(self, body: Eagle3Body, rotary: Rotary, head: TargetHead, cache: RecurrentCache, anchor_B: Tensor, n: int) -> None:
+        if cache.pending_BH is None:
+            raise RuntimeError("observe the prompt before proposing: a draft starts from the feature of the last verified token")
         self._parts = (body, rotary, head, cache)
         self.token_B, self._n, self._step = anchor_B, n, 0
-        self._feature_BH = cache.pending_BH
+        self._feature_BH: Tensor = cache.pending_BH
 
     def __iter__(self) -> DraftSteps:
         return self
@@ -89,7 +85,6 @@ class DraftSteps:
         if self._step == self._n:
             raise StopIteration
         body, rotary, head, cache = self._parts
-        assert self._feature_BH is not None
         start_B = cache.columns_B + self._step
         out_BH = _columns(body, rotary, head, cache, self._feature_BH[:, None], self.token_B[:, None], start_B)[:, 0]
         normed_BH = body.norm(out_BH)

@@ -107,7 +107,7 @@ class Eagle3(Drafter):
         self, cache: decode.RecurrentCache, anchor_B: Tensor, n: int, law: Law, generators: Sequence[torch.Generator] | None = None
     ) -> Proposal:
         uniforms_Bn = _uniforms(generators, n, anchor_B) if not law.greedy else None
-        steps = decode.draft_steps(self.body, self.rotary, self.head, cache, anchor_B, n)
+        steps = decode.DraftSteps(self.body, self.rotary, self.head, cache, anchor_B, n)
         ids, laws = [], []
         for k, normed_BH in enumerate(steps):
             logits_BD = at_least_float32(linear(normed_BH, self.lm_head_DH.to(normed_BH.dtype)))
