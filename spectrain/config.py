@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from typing import Any
 
 from spectrain.errors import ConfigError
 
@@ -108,16 +109,66 @@ class SamplingConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Who runs the target for ``generate`` and ``capture`` (group ``engine``)."""
+    """Who runs the target for ``generate`` and ``capture``, and serves it for ``eval`` (group ``engine``)."""
 
-    name: str = "hf"
-    batch_size: int = 16  # conversations decoded together
-    capture_tokens: int = 2048  # tokens per padding-free capture batch
+    name: str = "hf"  # hf: transformers, in this process; vllm: vLLM on this machine; vllm_server: one or many vLLM servers
+    batch_size: int = 16  # hf: conversations decoded together
+    capture_tokens: int = 2048  # hf: tokens per padding-free capture batch
+    # vllm and vllm_server; None: vLLM's own default
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
+    max_num_seqs: int | None = None  # requests that vLLM runs together
+    gpu_memory_utilization: float | None = None
+    quantization: str | None = None
+    attention_backend: str | None = None
+    enforce_eager: bool | None = None  # None: eager on CPU, vLLM's default elsewhere
+    args: dict[str, Any] = field(default_factory=dict)  # any other engine argument of vLLM, by its name there
+    environment: dict[str, str] = field(default_factory=dict)  # variables of vLLM's processes
+    connector: str = "spectrain"  # who writes captured states: spectrain (straight into shards), stock (vLLM's own: a file per request)
+    self_check: str = "auto"  # of captured states: taps (against transformers), greedy (against the engine's tokens), off; auto: taps if it fits
+    # vllm_server
+    urls: tuple[str, ...] = ()  # servers that are running already; empty: replicas are started, and stopped at the end
+    replicas: int = 1  # servers to start
+    devices: tuple[str, ...] = ()  # of each replica, as in ("0,1", "2,3"); empty: all see the same
+    concurrency: int = 64  # requests under way at each server
+    retries: int = 4  # of a request, before its server counts as dead
+    startup_timeout_s: float = 900.0
+    request_timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
-        _one_of("engine.name", self.name, ("hf",))
-        _require(self.batch_size >= 1, f"engine.batch_size={self.batch_size} must be at least 1")
-        _require(self.capture_tokens >= 1, f"engine.capture_tokens={self.capture_tokens} must be at least 1")
+        _one_of("engine.name", self.name, ("hf", "vllm", "vllm_server"))
+        _one_of("engine.connector", self.connector, ("spectrain", "stock"))
+        _one_of("engine.self_check", self.self_check, ("auto", "taps", "greedy", "off"))
+        for name in (
+            "batch_size",
+            "capture_tokens",
+            "tensor_parallel_size",
+            "pipeline_parallel_size",
+            "data_parallel_size",
+            "replicas",
+            "concurrency",
+        ):
+            _require(getattr(self, name) >= 1, f"engine.{name}={getattr(self, name)} must be at least 1")
+        _require(self.max_num_seqs is None or self.max_num_seqs >= 1, f"engine.max_num_seqs={self.max_num_seqs} must be at least 1")
+        _require(self.retries >= 0, f"engine.retries={self.retries} must be 0 or more")
+        for name in ("startup_timeout_s", "request_timeout_s"):
+            _require(getattr(self, name) > 0, f"engine.{name}={getattr(self, name)} must be positive")
+        used = self.gpu_memory_utilization
+        _require(used is None or 0 < used <= 1, f"engine.gpu_memory_utilization={used} must lie in (0, 1]")
+        for url in self.urls:
+            _require(url.startswith(("http://", "https://")), f"engine.urls: {url} must begin with http:// or https://")
+        _require(
+            not self.devices or len(self.devices) == self.replicas,
+            f"engine.devices names {len(self.devices)} sets of devices for engine.replicas={self.replicas}: name one for each",
+        )
+
+
+@dataclass(frozen=True)
+class CaptureConfig:
+    """How hidden states are captured."""
+
+    during_generation: bool = False  # generate stores the states of what it generates, so that the target runs once (vllm engines)
 
 
 @dataclass(frozen=True)
@@ -311,6 +362,7 @@ class SpectrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    capture: CaptureConfig = field(default_factory=CaptureConfig)
     states: StatesConfig = field(default_factory=StatesConfig)
     drafter: DrafterConfig = field(default_factory=DrafterConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
