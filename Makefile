@@ -51,7 +51,7 @@ lint: setup
 	$(BIN)/mypy
 
 unit: vllm
-	$(PYTEST) -n 2
+	$(PYTEST) -n 2 --dist loadfile
 
 bench: vllm
 	for bench in tests/bench/bench_*.py; do OMP_WAIT_POLICY=PASSIVE $(BIN)/python $$bench || exit 1; done

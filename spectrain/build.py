@@ -90,6 +90,8 @@ def _build(section: type, values: Any, key: str) -> Any:
 
 
 def _convert(value: Any, kind: Any, key: str) -> Any:
+    if kind is Any:  # of another program's making: handed on as it is
+        return value
     if dataclasses.is_dataclass(kind):
         return _build(kind, value, key)  # type: ignore[arg-type]
     if isinstance(kind, types.UnionType):  # only "X | None" occurs
@@ -104,7 +106,7 @@ def _convert(value: Any, kind: Any, key: str) -> Any:
         return (_convert(value, item, key),)
     if origin is dict:
         if not isinstance(value, Mapping):
-            raise ConfigError(f"{key} must be a mapping of names to numbers, got {_show(value)}")
+            raise ConfigError(f"{key} must be a mapping of names to values, got {_show(value)}")
         item = typing.get_args(kind)[1]
         return {str(name): _convert(entry, item, f"{key}.{name}") for name, entry in value.items()}
     return _scalar(value, kind, key)

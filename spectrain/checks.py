@@ -10,10 +10,12 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spectrain.config import DrafterConfig, SpectrainConfig
+from spectrain.config_drafter import BLOCK_METHODS
 from spectrain.errors import ConfigError, InputError
 from spectrain.run_dir import RunDir
 from spectrain.share import prompt_roots
@@ -37,6 +39,8 @@ _TRACKERS = {
     "swanlab": "swanlab",
 }
 _DRAFTER_FILES = ("config.json", "model.safetensors")
+_POLICY_KEYS = "decoding.draft_policy, suite.policies"
+_CONFIDENCE_ADVICE = "use fixed, or train one with drafter=dspark"
 
 
 def check_config(config: SpectrainConfig, verb: str) -> None:
@@ -51,6 +55,9 @@ def check_config(config: SpectrainConfig, verb: str) -> None:
         raise ConfigError("no prompts are chosen: add data=quickstart, or data=jsonl data.train=FILE.jsonl")
     _check_lengths(config, verb)
     _check_trackers(config)
+    _check_engine(config, verb)
+    _check_drafts(config, verb)
+    _check_policies(config, verb)
     if config.drafter.path is not None:
         check_drafter_folder(Path(config.drafter.path).expanduser(), "drafter.path")
 
@@ -70,8 +77,9 @@ def prepare(config: SpectrainConfig, verb: str, data_dir: Path | None = None, fe
         check_suite(config)
     reads_prompts = verb != "eval" or config.suite.prompts == "heldout"
     prompts = load_prompt_split(config) if reads_prompts else None
-    source = locate_target(config.target)
-    run_dir.check({"id": source.id, "revision": source.revision})
+    source = locate_target(config.target, unreachable_ok=not fetch)
+    if source.revision:
+        run_dir.check({"id": source.id, "revision": source.revision})
     if verb == "run" and prompts is not None:
         _check_suite_is_unseen(config, prompts)
     context = Context(
@@ -99,6 +107,9 @@ def _check_against_target(context: Context) -> None:
     check_dimensions(config, spec)
     if context.verb == "eval":
         check_drafter_fits(context.measured_drafter, spec)
+        check_drafts(context.measured_drafter, config.decoding.num_speculative_tokens)
+        if config.draft_policies != ("fixed",):
+            check_confidence(context.measured_drafter)
     elif config.drafter.path is not None:
         _check_continued(context, Path(config.drafter.path).expanduser())
     if context.verb in ("capture", "fit", "run"):
@@ -130,6 +141,54 @@ def _check_trackers(config: SpectrainConfig) -> None:
             raise ConfigError(f"logger.trackers: {tracker} is unknown: use {', '.join(_TRACKERS)}")
         if importlib.util.find_spec(_TRACKERS[tracker]) is None:
             raise ConfigError(f"logger.trackers: {tracker} is not installed: pip install {_TRACKERS[tracker]}, or use logger=none")
+
+
+def _check_drafts(config: SpectrainConfig, verb: str) -> None:
+    """A fresh drafter gives as many drafts as the walk takes."""
+    most, wanted = config.drafter.most_drafts, config.decoding.num_speculative_tokens
+    if verb in ("fit", "run", "plan") and config.drafter.path is None and most is not None and wanted > most:
+        raise ConfigError(
+            f"decoding.num_speculative_tokens={wanted}: blocks of {config.drafter.block.block_size} slots give {most} drafts a round, "
+            "lower it or raise drafter.block.block_size"
+        )
+
+
+def _check_policies(config: SpectrainConfig, verb: str) -> None:
+    """Drafting by confidence is done by our own loop, with a drafter that has a confidence head."""
+    if verb not in ("eval", "run") or config.draft_policies == ("fixed",):
+        return
+    if config.engine.name != "hf":
+        raise ConfigError(
+            f"engine={config.engine.name} verifies all drafts: use decoding.draft_policy=fixed and no suite.policies, or engine=hf"
+        )
+    if config.drafter.path is not None:
+        check_confidence(Path(config.drafter.path).expanduser())
+    elif verb == "run" and (config.drafter.method != "dspark" or config.drafter.block.confidence is False):
+        raise ConfigError(f"{_POLICY_KEYS}: this {config.drafter.method} drafter has no confidence head to draft by; {_CONFIDENCE_ADVICE}")
+
+
+def check_confidence(folder: Path) -> None:
+    """The drafter in a folder states its confidence."""
+    from spectrain.drafters.folder import read_method, read_shape
+
+    if read_method(folder) != "dspark" or not getattr(read_shape(folder), "confidence", False):
+        raise ConfigError(f"{_POLICY_KEYS}: the drafter in {folder} has no confidence head to draft by; {_CONFIDENCE_ADVICE}")
+
+
+def _check_engine(config: SpectrainConfig, verb: str) -> None:
+    """vLLM is here if it is to be started here, and knows the arguments it will be given."""
+    from spectrain.engines.vllm_options import check_args
+
+    if config.engine.name == "hf":
+        if config.capture.during_generation:
+            raise ConfigError("capture.during_generation=true needs vLLM: add engine=vllm or engine=vllm_server, or leave it off")
+    elif config.engine.name == "vllm" or not config.engine.urls:
+        check_args(config.engine.args)
+    elif verb in ("capture", "run") or config.capture.during_generation:
+        raise ConfigError(
+            "engine.urls: servers that run already do not hand out hidden states: leave engine.urls empty, so that servers are started "
+            "with what capture needs, or use another engine for capture"
+        )
 
 
 def check_drafter_folder(folder: Path, field: str) -> None:
@@ -184,6 +243,8 @@ def target_spec(config: SpectrainConfig, source: TargetSource) -> TargetSpec | N
 
     if source.folder is not None:
         return TargetSpec.from_folder(source.folder, config.target.trust_remote_code)
+    if source.kind == "hub":
+        return _hub_spec(config, source)
     gguf = find_gguf(config.target.bundled_package) if source.kind == "bundled" and config.target.bundled_package else None
     if gguf is None:
         return None
@@ -193,9 +254,23 @@ def target_spec(config: SpectrainConfig, source: TargetSource) -> TargetSpec | N
         return TargetSpec.from_config(AutoConfig.from_pretrained(str(gguf.parent), gguf_file=gguf.name, local_files_only=True))
 
 
+def _hub_spec(config: SpectrainConfig, source: TargetSource) -> TargetSpec | None:
+    """The dimensions of a target on the Hub, from its configuration alone, which is not kept."""
+    from spectrain.target.resolve import fetch_config
+    from spectrain.target.spec import TargetSpec
+
+    with tempfile.TemporaryDirectory() as folder:
+        if not fetch_config(config.target, source, Path(folder)):
+            return None
+        try:
+            return TargetSpec.from_folder(Path(folder), config.target.trust_remote_code)
+        except InputError:  # one that needs more than its configuration (code of its own); what is wrong shows once it is here
+            return None
+
+
 def check_dimensions(config: SpectrainConfig, spec: TargetSpec) -> None:
     """The drafter fits the target."""
-    from spectrain.drafters.build import resolve_taps
+    from spectrain.drafters.build import drafter_shape, resolve_taps
 
     drafter = config.drafter
     longest, vocabulary = config.target.max_length, drafter.draft_vocab_size
@@ -205,25 +280,42 @@ def check_dimensions(config: SpectrainConfig, spec: TargetSpec) -> None:
         raise ConfigError(f"drafter.draft_vocab_size={vocabulary} is larger than the target's vocabulary of {spec.vocab_size}: lower it")
     resolve_taps(drafter, spec)
     _check_heads(drafter, spec)
+    drafter_shape(drafter, spec, drafter.block.mask_token_id or 0)
+
+
+def check_drafts(folder: Path, num_drafts: int) -> None:
+    """A drafter's blocks give as many drafts as are asked for; a recurrent drafter can always go on."""
+    from spectrain.drafters.folder import read_method, read_shape
+
+    most = getattr(read_shape(folder), "num_drafts", num_drafts) if read_method(folder) in BLOCK_METHODS else num_drafts
+    if num_drafts > most:
+        raise ConfigError(f"decoding.num_speculative_tokens={num_drafts}: the drafter in {folder} gives {most} a round, lower it")
 
 
 def check_drafter_fits(folder: Path, spec: TargetSpec) -> None:
     """A drafter's folder is whole, and was made for a target of these dimensions."""
     from spectrain.drafters.folder import load_drafter, read_shape
 
-    shape = read_shape(folder)
+    usual_taps = spec.default_taps()
+    shape = read_shape(folder, usual_taps)
     found = {"target_hidden_size": shape.layer.hidden_size, "vocab_size": shape.target_vocab_size}
     for name, wanted in (("target_hidden_size", spec.hidden_size), ("vocab_size", spec.vocab_size)):
         if found[name] != wanted:
             raise InputError(f"drafter {folder} was trained for another target: its {name} is {found[name]}, this target's {wanted}")
     if max(shape.taps) > spec.num_layers:
         raise InputError(f"drafter {folder} was trained for another target: it reads tap {max(shape.taps)} of {spec.num_layers} layers")
-    load_drafter(folder)  # raises for weights that are broken, or of another shape
+    load_drafter(folder, usual_taps)  # raises for weights that are broken, or of another shape
 
 
 def _check_continued(context: Context, folder: Path) -> None:
     """``folder`` can be trained on: it fits the target, and nothing in the configuration contradicts it."""
+    from spectrain.drafters.folder import read_method
+
     check_drafter_fits(folder, context.spec)
+    method = read_method(folder)
+    if context.config.drafter.method != method:
+        raise ConfigError(f"drafter.path={folder} holds a {method} drafter: set drafter.method={method}")
+    check_drafts(folder, context.config.decoding.num_speculative_tokens)
     taps = context.config.drafter.taps
     if taps is not None and taps != context.taps:
         raise ConfigError(f"drafter.taps={list(taps)}, but the drafter in {folder} reads {list(context.taps)}: set drafter.taps=null")

@@ -40,8 +40,10 @@ class Command:
     dry_run: bool = False
     multirun: bool = False
     debug: bool = False
-    words: tuple[str, ...] = ()  # of `inspect`: what to look at
+    words: tuple[str, ...] = ()  # of `inspect`: what to look at; of `eval`: parity
     values: dict[str, str] = field(default_factory=dict)  # of `inspect`: --limit, --split
+    print_only: bool = False  # of `serve`
+    flags: tuple[str, ...] = ()  # of `serve`: what stands behind `--`, for vLLM
 
 
 _SWITCHES = {
@@ -53,8 +55,9 @@ _SWITCHES = {
     "--multirun": "multirun",
     "--debug": "debug",
 }
+_VERB_SWITCHES = {"serve": {"--print": "print_only"}}
 _VALUES = {"inspect": ("--limit", "--split")}
-_WORDS = {"inspect": ("responses",)}
+_WORDS = {"inspect": ("responses",), "eval": ("parity",)}
 
 
 def parse(arguments: Sequence[str]) -> Command:
@@ -68,6 +71,11 @@ def parse(arguments: Sequence[str]) -> Command:
         name, equals, value = argument.partition("=")
         if argument in _SWITCHES:
             switches[_SWITCHES[argument]] = True
+        elif argument in _VERB_SWITCHES.get(verb, {}):
+            switches[_VERB_SWITCHES[verb][argument]] = True
+        elif argument == "--" and verb == "serve":
+            switches["flags"] = tuple(rest)
+            rest = []
         elif name in _VALUES.get(verb, ()):
             if not equals and not rest:
                 raise ConfigError(f"{name} needs a value")
@@ -120,6 +128,8 @@ def _dispatch(command: Command) -> int:
         return 0 if command.help else 2
     elif command.verb == "inspect":
         _inspect(command)
+    elif command.verb == "serve":
+        _serve(command)
     elif command.multirun:
         _multirun(command)
     else:
@@ -129,14 +139,14 @@ def _dispatch(command: Command) -> int:
         reused = reused_config(command.overrides)
         if reused is not None:
             say(f"configuration: {reused}, and what was given")
-        execute(command.verb, config, command.dry_run)
+        execute(command.verb, config, command.dry_run, word=command.words[0] if command.words else "")
     return 0
 
 
-def execute(verb: str, config: SpectrainConfig, dry_run: bool = False, data_dir: Path | None = None) -> float | None:
+def execute(verb: str, config: SpectrainConfig, dry_run: bool = False, data_dir: Path | None = None, word: str = "") -> float | None:
     """Check everything, then do the work of a verb. Returns the figure a sweep maximises: the acceptance length, where one is measured.
 
-    ``data_dir``: the run directory whose responses, states and drafter this run reads, if not its own.
+    ``data_dir``: the run directory whose responses, states and drafter this run reads, if not its own. ``word``: what follows the verb.
     """
     from spectrain.checks import check_config, prepare
 
@@ -150,7 +160,7 @@ def execute(verb: str, config: SpectrainConfig, dry_run: bool = False, data_dir:
         return None
     with context.run_dir.locked():
         context.open_run_dir()
-        return _work(verb)(context)
+        return _work(word or verb)(context)
 
 
 def _work(verb: str) -> Callable[[Context], float | None]:
@@ -165,6 +175,8 @@ def _multirun(command: Command) -> None:
 
     if command.verb == "plan":
         raise ConfigError("plan takes no -m: plan one configuration at a time")
+    if command.words:
+        raise ConfigError(f"{command.verb} {command.words[0]} takes no -m: check one drafter at a time")
     for config in sweep_jobs(command.overrides):  # a mistake in the last job must not wait for the first ones
         check_config(config, command.verb)
     with tempfile.TemporaryDirectory() as scratch:
@@ -215,3 +227,14 @@ def _inspect(command: Command) -> None:
         raise ConfigError(f"--limit must be a whole number of at least 1, got {limit!r}")
     split = command.values.get("split")
     inspect(compose(command.overrides), int(limit), None if split is None else _known(split, ("train", "heldout"), "split"))
+
+
+def _serve(command: Command) -> None:
+    from spectrain.compose import compose
+
+    if command.multirun:
+        raise ConfigError("serve takes no -m: serve one drafter at a time")
+    config = compose(command.overrides)  # before the slow imports
+    from spectrain.stages.serve import serve
+
+    serve(config, command.overrides, command.flags, command.print_only or command.dry_run)

@@ -50,6 +50,8 @@ GROUPS: dict[str, str | None] = {
     "recipe": None,  # last: a recipe overrides the other groups
 }
 _PRIMARY = "spectrain"
+# Keys below these are not ours to know.
+_OPEN_SECTIONS = ("engine.args", "engine.environment")
 
 
 def compose(overrides: Sequence[str]) -> SpectrainConfig:
@@ -220,6 +222,8 @@ def _read(overrides: Sequence[str]) -> tuple[list[str], list[Override]]:
 
 
 def _parse(parser: OverridesParser, line: str) -> tuple[str, Override]:
+    if line.startswith(_OPEN_SECTIONS):
+        line = f"++{line}"  # adds the key where there is none
     try:
         return line, parser.parse_override(line)
     except HydraException as error:
@@ -245,6 +249,8 @@ def _check_name(override: Override) -> None:
         value = None if override.is_sweep_override() else override.value()
         if not override.is_sweep_override() and not isinstance(value, list):
             _check_option(key, "null" if value is None else str(value))
+        return
+    if key.startswith(tuple(f"{section}." for section in _OPEN_SECTIONS)):
         return
     parent, _, name = key.rpartition(".")
     if parent == "drafter.loss.weights":

@@ -11,17 +11,12 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from spectrain.errors import ConfigError
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ConfigError(message)
-
-
-def _one_of(name: str, value: object, options: tuple[object, ...]) -> None:
-    _require(value in options, f"{name}={value} is unknown: use one of {', '.join(map(str, options))}")
-
+from spectrain.config_drafter import LOSS_NAMES as LOSS_NAMES
+from spectrain.config_drafter import BlockConfig as BlockConfig
+from spectrain.config_drafter import DrafterConfig as DrafterConfig
+from spectrain.config_drafter import LossConfig as LossConfig
+from spectrain.config_rules import one_of as _one_of
+from spectrain.config_rules import require as _require
 
 _ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")  # that transformers knows by name
 _DEVICES = re.compile(r"auto|cpu|cuda(:\d+)?")
@@ -126,7 +121,9 @@ class EngineConfig:
     args: dict[str, Any] = field(default_factory=dict)  # any other engine argument of vLLM, by its name there
     environment: dict[str, str] = field(default_factory=dict)  # variables of vLLM's processes
     connector: str = "spectrain"  # who writes captured states: spectrain (straight into shards), stock (vLLM's own: a file per request)
-    self_check: str = "auto"  # of captured states: taps (against transformers), greedy (against the engine's tokens), off; auto: taps if it fits
+    self_check: str = (
+        "auto"  # of captured states: taps (against transformers), greedy (against the engine's tokens), off; auto: taps if it fits
+    )
     # vllm_server
     urls: tuple[str, ...] = ()  # servers that are running already; empty: replicas are started, and stopped at the end
     replicas: int = 1  # servers to start
@@ -186,67 +183,6 @@ class StatesConfig:
         _require(self.shard_bytes >= 1 << 16, f"states.shard_bytes={self.shard_bytes} must be at least 65536")
 
 
-LOSS_NAMES = ("ce", "kl", "tv", "lk")  # in the order of the sums that drafters/losses.py keeps
-
-
-@dataclass(frozen=True)
-class LossConfig:
-    """Weights of the loss terms (defined in ``drafters/losses.py``), and of the unrolled steps."""
-
-    weights: dict[str, float] = field(default_factory=lambda: {"ce": 0.1, "tv": 0.9})
-    step_decay: float = 0.8  # weight of recurrent step k is step_decay ** k
-
-    def __post_init__(self) -> None:
-        for name, weight in self.weights.items():
-            _one_of("drafter.loss.weights: loss name", name, LOSS_NAMES)
-            _require(weight >= 0, f"drafter.loss.weights.{name}={weight} must be 0 or more")
-        _require(sum(self.weights.values()) > 0, "drafter.loss.weights are all zero: nothing would be trained")
-        _require(0 < self.step_decay <= 1, f"drafter.loss.step_decay={self.step_decay} must lie in (0, 1]")
-
-
-@dataclass(frozen=True)
-class DrafterConfig:
-    """An EAGLE-3 drafter (group ``drafter``)."""
-
-    method: str = "eagle3"
-    path: str | None = None  # folder to measure (eval), or to go on from (fit: its shape, taps and vocabulary stand, init does not run)
-    taps: tuple[int, ...] | None = None  # residual stream after so many layers; None: (2, N//2, N-3) made distinct
-    layer_type: str | None = None  # llama or qwen3 (q/k norm); None: as the target
-    num_layers: int = 1
-    intermediate_size: int | None = None  # None: as the target
-    num_attention_heads: int | None = None
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    draft_vocab_size: int | None = None  # None: the target's whole vocabulary
-    norm_before_residual: bool = False  # the residual stream is the normed feature
-    norm_before_fc: bool = False  # one norm over the concatenated taps
-    fc_norm: bool = False  # one norm per tap
-    norm_output: bool = False  # feed back the normed output instead of the residual stream
-    unroll_steps: int = 3  # training-time steps K
-    attention: str = "auto"  # eager, sdpa, flex; auto: eager on CPU, flex elsewhere
-    init: str = "regression"  # regression: solved in closed form on training states; target: parts of the target; random
-    train_head: bool = True  # train the lm_head of a reduced vocabulary; false: it keeps the target's rows
-    loss: LossConfig = field(default_factory=LossConfig)
-
-    def __post_init__(self) -> None:
-        _one_of("drafter.method", self.method, ("eagle3",))
-        _one_of("drafter.layer_type", self.layer_type, (None, "llama", "qwen3"))
-        _one_of("drafter.init", self.init, ("regression", "target", "random"))
-        _one_of("drafter.attention", self.attention, ("auto", "eager", "sdpa", "flex"))
-        if self.taps is not None:
-            _require(len(self.taps) > 0, "drafter.taps is empty: name at least one layer")
-            _require(len(set(self.taps)) == len(self.taps), f"drafter.taps={list(self.taps)} names a layer twice")
-            _require(min(self.taps) >= 0, f"drafter.taps={list(self.taps)} must be 0 or more")
-            # vLLM concatenates taps in ascending order, so training does too.
-            object.__setattr__(self, "taps", tuple(sorted(self.taps)))
-        _require(self.num_layers >= 1, f"drafter.num_layers={self.num_layers} must be at least 1")
-        _require(self.unroll_steps >= 1, f"drafter.unroll_steps={self.unroll_steps} must be at least 1")
-        _require(
-            self.draft_vocab_size is None or self.draft_vocab_size >= 1,
-            f"drafter.draft_vocab_size={self.draft_vocab_size} must be at least 1",
-        )
-
-
 @dataclass(frozen=True)
 class TrainerConfig:
     """The training loop (group ``trainer``)."""
@@ -302,6 +238,9 @@ class TrainerConfig:
             _require(0 <= getattr(self, name) <= 1, f"trainer.{name}={getattr(self, name)} must lie in [0, 1]")
 
 
+DRAFT_POLICIES = ("fixed", "threshold", "scheduler")
+
+
 @dataclass(frozen=True)
 class DecodingConfig:
     """The speculative loop of ``eval`` and the walk of ``fit``."""
@@ -311,6 +250,8 @@ class DecodingConfig:
     top_p: float = 1.0
     top_k: int = 0  # 0: off
     proposal_policy: str = "greedy"  # greedy: arg-max drafts (one-hot law); sample: drafts drawn from the drafter's law
+    draft_policy: str = "fixed"  # drafts verified a round, by the confidence head: fixed (all), threshold, scheduler (what pays here)
+    threshold: float = 0.3  # threshold: drafts go on while the chance that all of them stand is at least this
     ngram_max: int = 4  # longest suffix that n-gram drafting looks up
     ngram_min: int = 2
     seed: int = 0
@@ -320,6 +261,8 @@ class DecodingConfig:
         _law("decoding", self.temperature, self.top_p, self.top_k)
         _seed("decoding.seed", self.seed)
         _one_of("decoding.proposal_policy", self.proposal_policy, ("greedy", "sample"))
+        _one_of("decoding.draft_policy", self.draft_policy, DRAFT_POLICIES)
+        _require(0 <= self.threshold <= 1, f"decoding.threshold={self.threshold} must lie in [0, 1]")
         _require(
             1 <= self.ngram_min <= self.ngram_max, f"decoding.ngram_min={self.ngram_min} must lie between 1 and ngram_max={self.ngram_max}"
         )
@@ -335,10 +278,19 @@ class SuiteConfig:
     max_new_tokens: int | None = None  # None: as sampling.max_new_tokens
     concurrency: int = 1  # conversations decoded together
     baselines: tuple[str, ...] = ("none", "ngram")
+    policies: tuple[str, ...] = ()  # draft policies to compare; empty: decoding.draft_policy alone
+    batches: tuple[int, ...] = ()  # compare them with so many conversations decoded together; empty: suite.concurrency alone
 
     def __post_init__(self) -> None:
         for baseline in self.baselines:
             _one_of("suite.baselines", baseline, ("none", "ngram"))
+        for policy in self.policies:
+            _one_of("suite.policies", policy, DRAFT_POLICIES)
+        for batch in self.batches:
+            _require(batch >= 1, f"suite.batches={list(self.batches)}: batches must be at least 1")
+        for name in ("policies", "batches"):
+            values = getattr(self, name)
+            _require(len(set(values)) == len(values), f"suite.{name}={list(values)} names one of them twice")
         _require(self.max_prompts >= 1, f"suite.max_prompts={self.max_prompts} must be at least 1")
         most = self.max_new_tokens
         _require(most is None or most >= 1, f"suite.max_new_tokens={most} must be at least 1")
@@ -369,3 +321,13 @@ class SpectrainConfig:
     decoding: DecodingConfig = field(default_factory=DecodingConfig)
     suite: SuiteConfig = field(default_factory=SuiteConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
+
+    @property
+    def draft_policies(self) -> tuple[str, ...]:
+        """Draft policies that an evaluation measures; the first one makes the headline."""
+        return self.suite.policies or (self.decoding.draft_policy,)
+
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        """Numbers of conversations that an evaluation decodes together; the first one makes the headline."""
+        return self.suite.batches or (self.suite.concurrency,)

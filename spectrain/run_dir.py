@@ -96,6 +96,7 @@ class RunDir:
     drafter = property(lambda self: self.path / "drafter")
     metrics = property(lambda self: self.path / "metrics.jsonl")
     eval = property(lambda self: self.path / "eval")
+    step_costs = property(lambda self: self.path / "eval" / "steps")
     report = property(lambda self: self.path / "report.html")
 
     # --- manifest ----------------------------------------------------------------------------------------------------------------

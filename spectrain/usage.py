@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from spectrain import config
+from spectrain import config, config_drafter
 from spectrain.build import flatten
 from spectrain.share import GROUP_FOLDERS, group_options
 
@@ -46,6 +46,7 @@ _DRAFTER_KEYS = (
     "drafter.path",
 )
 _TRAINER_KEYS = ("trainer.epochs", "trainer.learning_rate", "trainer.optimizer", "trainer.row_tokens", "trainer.precision")
+_POLICY_KEYS = ("decoding.draft_policy", "decoding.threshold", "suite.policies", "suite.batches")
 _EVAL_KEYS = ("decoding.num_speculative_tokens", "decoding.temperature", "suite.prompts", "suite.max_prompts", "suite.baselines")
 
 VERBS = {
@@ -87,14 +88,39 @@ VERBS = {
         Verb(
             name="eval",
             summary="measure a drafter in the speculative loop",
-            detail="Decodes the prompts of a suite with the drafter, by n-gram lookup and without speculation, and compares them.",
+            detail="Decodes the prompts of a suite with the drafter, by n-gram lookup and without speculation, and compares them: in our "
+            "own loop, or by vLLM (engine=vllm, engine=vllm_server). `spectrain eval parity` checks instead that vLLM drafts and accepts, "
+            "round by round, what our loop does.",
             reads="drafter/ (or drafter.path), prompts of the suite",
             writes="eval/, report.html",
-            sections=("suite", "decoding", "target", "drafter"),
-            keys=("drafter.path", *_EVAL_KEYS, "suite.max_new_tokens", "suite.concurrency", "decoding.proposal_policy"),
+            sections=("suite", "decoding", "engine", "target", "drafter"),
+            keys=("drafter.path", *_EVAL_KEYS, "suite.max_new_tokens", "suite.concurrency", "decoding.proposal_policy", *_POLICY_KEYS),
             examples=(
                 "spectrain eval run.dir=runs/quickstart decoding.num_speculative_tokens=5",
+                "spectrain eval parity run.dir=runs/quickstart engine=vllm",
                 "spectrain eval drafter.path=FOLDER target=smollm2_135m suite=jsonl suite.prompts=prompts.jsonl",
+            ),
+        ),
+        Verb(
+            name="serve",
+            summary="start vLLM with the target and a drafter",
+            detail="Becomes vLLM's server: target, drafter, method and the number of drafts that evaluation recommends are set; flags "
+            "behind `--` are vLLM's own. `--print` shows the command instead. The target is the one the drafter was trained for, unless "
+            "one is named.",
+            reads="drafter/ (or drafter.path, a folder or a Hub id), eval/",
+            writes="nothing",
+            sections=("target", "engine"),
+            keys=(
+                "run.dir",
+                "drafter.path",
+                "target.path",
+                "decoding.num_speculative_tokens",
+                "engine.tensor_parallel_size",
+                "engine.args",
+            ),
+            examples=(
+                "spectrain serve run.dir=runs/mine -- --port 8000",
+                "spectrain serve drafter.path=FOLDER_OR_HUB_ID engine.tensor_parallel_size=2 --print",
             ),
         ),
         Verb(
@@ -190,16 +216,17 @@ def verb_help(name: str) -> str:
 
 @cache
 def _comments() -> dict[str, str]:
-    """Dotted key -> the comment behind its field in ``config.py``."""
-    source = Path(inspect.getfile(config)).read_text(encoding="utf-8")
-    lines = source.splitlines()
+    """Dotted key -> the comment behind its field in ``config.py`` or ``config_drafter.py``."""
     per_class: dict[str, dict[str, str]] = {}
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.ClassDef):
-            for field in node.body:
-                if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-                    rest = lines[(field.end_lineno or field.lineno) - 1].encode()[field.end_col_offset :].decode()
-                    per_class.setdefault(node.name, {})[field.target.id] = rest.strip().removeprefix("#").strip()
+    for module in (config, config_drafter):
+        source = Path(inspect.getfile(module)).read_text(encoding="utf-8")
+        lines = source.splitlines()
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.ClassDef):
+                for field in node.body:
+                    if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                        rest = lines[(field.end_lineno or field.lineno) - 1].encode()[field.end_col_offset :].decode()
+                        per_class.setdefault(node.name, {})[field.target.id] = rest.strip().removeprefix("#").strip()
     found: dict[str, str] = {}
 
     def walk(section: Any, prefix: str) -> None:

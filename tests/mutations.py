@@ -37,6 +37,8 @@ class Mutation:
     tests: tuple[str, ...]
 
 
+BLOCK, BLOCK_TRAINING = "spectrain/drafters/block/", "tests/identities/test_block_training.py"
+BLOCK_LOSSES = "tests/identities/test_block_losses.py"
 LOSSES, UNROLL = "tests/identities/test_eagle3_losses.py", "tests/identities/test_eagle3_unroll.py"
 DECODE, PACKING = "tests/identities/test_eagle3_decode.py", "tests/identities/test_packing_invariance.py"
 ACCUMULATION, RESUME = "tests/identities/test_accumulation.py", "tests/identities/test_resume.py"
@@ -255,6 +257,55 @@ MUTATIONS = (
         ("tests/identities/test_greedy_loop.py",),
     ),
     Mutation(
+        "scheduler looks past the first fall",
+        "spectrain/decoding/scheduler.py",
+        "            break\n        throughput = now\n",
+        "            if now < 0.5 * throughput:\n                break\n        throughput = max(now, throughput)\n",
+        ("tests/unit/test_confidence.py",),
+    ),
+    Mutation(
+        "threshold on a draft's own confidence",
+        "spectrain/decoding/confidence.py",
+        "survival_Bn = survival(confidence_Bn)",
+        "survival_Bn = confidence_Bn",
+        ("tests/unit/test_confidence.py",),
+    ),
+    Mutation(
+        "each slot calibrated by itself",
+        "spectrain/decoding/confidence.py",
+        "        before_R = before_R * _sigmoid(",
+        "        _ = before_R * _sigmoid(",
+        ("tests/unit/test_confidence.py",),
+    ),
+    Mutation(
+        "calibration inverted",
+        "spectrain/decoding/confidence.py",
+        "return _sigmoid(_logit(confidence_Rn) / np",
+        "return _sigmoid(_logit(confidence_Rn) * np",
+        ("tests/unit/test_confidence.py",),
+    ),
+    Mutation(
+        "confidence calibrated at all positions instead of the walk's rounds",
+        TRAINING + "confidence_eval.py",
+        "anchors_R = np.array([round_.anchor - span.start for round_ in walk(span, n, rng)], dtype=np.int64)",
+        "anchors_R = np.arange(len(span.accept) - 1)",
+        ("tests/unit/test_confidence_eval.py",),
+    ),
+    Mutation(
+        "all drafts verified whatever the policy",
+        "spectrain/decoding/loop.py",
+        "return proposal if self.settings.policy is None else _shortened(proposal, self.settings.policy)",
+        "return proposal",
+        ("tests/identities/test_draft_policies.py",),
+    ),
+    Mutation(
+        "rows of different lengths written to the wrong slots",
+        "spectrain/target/cache.py",
+        "rows_R, slots_R = write.places // write.slots.shape[1], write.slots.flatten()[write.places]",
+        "rows_R, slots_R = write.places // write.slots.shape[1], write.slots.flatten()[: len(write.places)]",
+        ("tests/unit/test_cache.py",),
+    ),
+    Mutation(
         "walk jumps over the accepted tokens only",
         "spectrain/decoding/walk.py",
         "anchor += accepted + 1",
@@ -274,6 +325,83 @@ MUTATIONS = (
         "log_q_CV = truncated_log_probs(teacher.head.hidden_to_logits(teacher.last_hidden_UH[part]), law)",
         "log_q_CV = teacher.head.hidden_to_logits(teacher.last_hidden_UH[part]).log_softmax(-1)",
         (WALK_LOOP,),
+    ),
+    Mutation(
+        "a block sees its anchor's own taps",
+        BLOCK + "geometry.py",
+        "visible = column_K < anchor_r11",
+        "visible = column_K <= anchor_r11",
+        (BLOCK_TRAINING,),
+    ),
+    Mutation(
+        "a block's window one too wide",
+        BLOCK + "geometry.py",
+        "(anchor_r11 + slot_B1 - column_K < self.window)",
+        "(anchor_r11 + slot_B1 - column_K <= self.window)",
+        (BLOCK_TRAINING,),
+    ),
+    Mutation(
+        "slot 0 of a block is the mask token",
+        BLOCK + "backbone.py",
+        "ids_RB[:, 0] = anchor_R",
+        "pass",
+        (BLOCK_TRAINING,),
+    ),
+    Mutation(
+        "a block's positions begin at a + 1",
+        BLOCK + "training.py",
+        "batch.position_ids_T[anchor_R][:, None] + slot_B)",
+        "batch.position_ids_T[anchor_R][:, None] + slot_B + 1)",
+        (BLOCK_TRAINING,),
+    ),
+    Mutation(
+        "a block's labels shifted by one",
+        BLOCK + "training.py",
+        "target_U = batch.input_ids_T[counted.teacher_U + 1]",
+        "target_U = batch.input_ids_T[counted.teacher_U]",
+        (BLOCK_LOSSES,),
+    ),
+    Mutation(
+        "a block's loss mask unshifted",
+        BLOCK + "anchors.py",
+        "going_T = going_T[: t - k] & batch.loss_mask_T[k:] & same",
+        "going_T = going_T[: t - k] & batch.loss_mask_T[k - 1 : t - 1] & same",
+        (BLOCK_TRAINING,),
+    ),
+    Mutation(
+        "a block runs on into the next document",
+        BLOCK + "anchors.py",
+        "same = batch.document_ids_T[: t - k] == batch.document_ids_T[k:]",
+        "same = batch.document_ids_T[: t - k] >= 0",
+        (BLOCK_TRAINING,),
+    ),
+    Mutation(
+        "the Markov head reads the token it predicts",
+        BLOCK + "training.py",
+        "markov.embed(batch.input_ids_T[counted.teacher_U])",
+        "markov.embed(batch.input_ids_T[counted.teacher_U + 1])",
+        (BLOCK_LOSSES,),
+    ),
+    Mutation(
+        "the confidence head's loss leaks into the backbone",
+        BLOCK + "training.py",
+        "    if options.confidence_detach:",
+        "    if False:",
+        (BLOCK_LOSSES,),
+    ),
+    Mutation(
+        "anchors stay the same at every step",
+        BLOCK + "anchors.py",
+        "np.random.default_rng((draw.seed, draw.step, number))",
+        "np.random.default_rng((draw.seed, 0, number))",
+        (BLOCK_TRAINING,),
+    ),
+    Mutation(
+        "the walk scores a longer block than the server runs",
+        TRAINING + "walk_eval.py",
+        "drafter.score(placed, shown, law, draft_law)",
+        "drafter.score(placed, most, law, draft_law)",
+        ("tests/identities/test_block_walk.py",),
     ),
     Mutation(
         "ranks' gradients averaged once too often",
@@ -330,6 +458,27 @@ MUTATIONS = (
         "mine = [block[i] if i < len(block) else [] for i in range(self._rank, per_step, self._world)]",
         "mine = [block[i] for i in range(self._rank, len(block), self._world)]",
         ("tests/unit/test_sampler.py",),
+    ),
+    Mutation(
+        "z-lab's layer ids read as ours",
+        "spectrain/drafters/layouts.py",
+        """return _taps(section["target_layer_ids"], 1, field, where)""",
+        """return _taps(section["target_layer_ids"], 0, field, where)""",
+        ("tests/unit/test_layouts.py",),
+    ),
+    Mutation(
+        "a speculators folder that is silent about norm_before_residual",
+        "spectrain/drafters/layouts.py",
+        """"eagle3": {"norm_before_residual": True,""",
+        """"eagle3": {"norm_before_residual": False,""",
+        ("tests/unit/test_layouts.py",),
+    ),
+    Mutation(
+        "an embedding of another target is taken for the target's",
+        "spectrain/drafters/layouts.py",
+        "return difference <= _ROUNDING**2 * total",
+        "return True",
+        ("tests/unit/test_layouts.py",),
     ),
 )  # fmt: skip
 

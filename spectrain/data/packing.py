@@ -13,12 +13,24 @@ import bisect
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from spectrain.data.states import TargetStates
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What random choices about a batch are drawn from: the step, and the documents' numbers in the store. Neither packing, nor ranks,
+    nor a resumed run changes them. ``row_tokens``: length of a row, of which each document has a share."""
+
+    seed: int
+    step: int
+    documents: tuple[int, ...]
+    row_tokens: int
 
 
 @dataclass
@@ -32,6 +44,7 @@ class PackedBatch:
     taps_TAH: Tensor
     last_hidden_TH: Tensor  # before the target's final norm
     log_normalizer_T: Tensor | None  # log Σ exp(target logits), where the store has it
+    draw: Draw | None = None  # of a training step; None: nothing is left to chance
 
     @property
     def num_tokens(self) -> int:
@@ -42,11 +55,13 @@ class PackedBatch:
         return torch.bincount(self.document_ids_T).tolist()
 
     def to(self, device: torch.device | str) -> PackedBatch:
-        moved = {name: tensor.to(device, non_blocking=True) for name, tensor in vars(self).items() if tensor is not None}
+        moved: dict[str, Any] = {
+            name: value.to(device, non_blocking=True) for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
         return dataclasses.replace(self, **moved)
 
 
-def pack_batch(documents: Sequence[TargetStates], max_tokens: int | None = None) -> PackedBatch:
+def pack_batch(documents: Sequence[TargetStates], max_tokens: int | None = None, draw: Draw | None = None) -> PackedBatch:
     """Concatenate documents; each is cut at ``max_tokens``. Integer fields are widened, states keep their dtype."""
     cut = slice(None, max_tokens)
     lengths = torch.tensor([len(d.input_ids[cut]) for d in documents])
@@ -59,6 +74,7 @@ def pack_batch(documents: Sequence[TargetStates], max_tokens: int | None = None)
         taps_TAH=torch.cat([d.taps[cut] for d in documents]),
         last_hidden_TH=torch.cat([d.last_hidden[cut] for d in documents]),
         log_normalizer_T=None if any(n is None for n in normalizers) else torch.cat([n[cut] for n in normalizers if n is not None]),
+        draw=draw,
     )
 
 

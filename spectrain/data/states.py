@@ -171,7 +171,7 @@ def as_stored(x: Tensor, dtype: str) -> Tensor:
     return dequantize(*quantize(x)) if dtype == "int8" else x.to(STATE_DTYPES[dtype])
 
 
-class _Document(NamedTuple):
+class StoredDocument(NamedTuple):
     """Where a document lies. Sorts by key."""
 
     key: str
@@ -182,7 +182,7 @@ class _Document(NamedTuple):
     loss_count: int
 
 
-class _Shard:
+class ShardFile:
     """One memory-mapped shard. Its map opens on first use and stays behind when the store is sent to another process."""
 
     def __init__(self, path: Path, record: ShardRecord, meta: StoreMeta) -> None:
@@ -195,8 +195,21 @@ class _Shard:
                 f"{path} has {path.stat().st_size} bytes, the index says {record.bytes}: it is broken, remove the folder and capture again"
             )
 
+    @classmethod
+    def unlisted(cls, path: Path, meta: StoreMeta) -> ShardFile:
+        """A shard that no index names yet. Raises ``InputError`` if it cannot be read."""
+        shard = cls(path, ShardRecord(path.name, 0, 0, path.stat().st_size, ""), meta)
+        with shard._open() as file:
+            offsets = file.get_tensor("offsets").tolist()
+        shard._record = dataclasses.replace(shard._record, documents=len(offsets) - 1, tokens=offsets[-1])
+        return shard
+
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_tensors": None}
+
+    def metadata(self) -> dict[str, str]:
+        with self._open() as file:
+            return dict(file.metadata() or {})
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors of the shard as views of the map. Raises ``InputError`` if they are not what the index promises."""
@@ -212,7 +225,7 @@ class _Shard:
             self._tensors = tensors
         return self._tensors
 
-    def documents(self, number: int) -> list[_Document]:
+    def documents(self, number: int) -> list[StoredDocument]:
         """The documents of this shard, which is the ``number``-th. Raises ``InputError`` if the shard does not list them."""
         with self._open() as file:
             try:
@@ -221,7 +234,7 @@ class _Shard:
                 offsets, loss_counts = file.get_tensor("offsets").tolist(), file.get_tensor("loss_counts").tolist()
                 lengths = [end - start for start, end in itertools.pairwise(offsets)]
                 listed = [
-                    _Document(*row)
+                    StoredDocument(*row)
                     for row in zip(keys, splits, itertools.repeat(number, len(keys)), offsets[:-1], lengths, loss_counts, strict=True)
                 ]
             except (SafetensorError, KeyError, TypeError, ValueError) as error:
@@ -266,7 +279,7 @@ class StateStore:
         index = StoreIndex.load(self.folder)
         self.meta = index.meta
         self.total_bytes = sum(record.bytes for record in index.shards)
-        self._shards = [_Shard(self.folder / record.file, record, index.meta) for record in index.shards]
+        self._shards = [ShardFile(self.folder / record.file, record, index.meta) for record in index.shards]
         documents = sorted(itertools.chain.from_iterable(shard.documents(number) for number, shard in enumerate(self._shards)))
         self.keys, self.splits = [d.key for d in documents], [d.split for d in documents]
         self.lengths = np.array([d.length for d in documents], dtype=np.int64)

@@ -1,35 +1,24 @@
 """Writing the hidden-state store of ``states.py``: shard by shard, each one finished before the index names it.
 
-A shard is gathered in preallocated buffers, written to a folder of partial files, moved to its place, and only then listed in
+A shard is gathered in memory (``shard.py``), written to a folder of partial files, moved to its place, and only then listed in
 ``index.json``, which is itself replaced in one move. Whenever the process is killed, the index names whole shards only; whatever else
-lies in the folder is a leftover and is removed by the next writer. Memory: one shard, touched as it fills.
+lies in the folder is a leftover and is removed by the next writer. Shards that a served target wrote are adopted as they are.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
-import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from spectrain.data.states import (
-    INDEX_NAME,
-    ShardRecord,
-    StateStore,
-    StoreIndex,
-    StoreMeta,
-    TargetStates,
-    bytes_per_token,
-    quantize,
-    token_layout,
-)
+from spectrain.data.shard import ShardBuffer
+from spectrain.data.states import INDEX_NAME, ShardRecord, StateStore, StoreIndex, StoreMeta, TargetStates
 from spectrain.errors import RunError
 
 _PARTIAL = ".partial"
@@ -43,9 +32,7 @@ class StateStoreWriter:
 
     def __init__(self, folder: str | Path, meta: StoreMeta, shard_bytes: int = 1 << 30) -> None:
         self.folder, self.meta = Path(folder), meta
-        self._capacity = max(1, shard_bytes // bytes_per_token(meta))
-        self._buffers: dict[str, Tensor] = {}
-        self._documents: list[tuple[str, str, int, int]] = []  # key, split, end, loss count
+        self._gathered = ShardBuffer(meta, shard_bytes)
         self._shards: list[ShardRecord] = []
         self._done: set[str] = set()  # keys in finished shards
         self._known: set[str] = set()  # and those gathered for the next one
@@ -74,41 +61,45 @@ class StateStoreWriter:
                 f"states of {states.key} have no log_normalizer: compute it with TargetHead.log_normalizer before storing them"
             )
         for name in ("taps", "last_hidden"):
-            if not _is_finite(getattr(states, name)):
+            if not is_finite(getattr(states, name)):
                 raise RunError(f"the target computed {name} that are not finite for response {states.key}: try target.dtype=float32")
-        length = states.input_ids.shape[0]
-        if self._used and self._used + length > self._capacity:
+        if not self._gathered.fits(states.input_ids.shape[0]):
             self.flush()
-        self._reserve(length)
-        rows = slice(self._used, self._used + length)
-        for name, value in self._encode(states).items():
-            self._buffers[name][rows].copy_(value)
+        self._gathered.add(states)
         self._known.add(states.key)
-        self._documents.append((states.key, states.split, rows.stop, int(states.loss_mask.sum())))
-        if self._used >= self._capacity:
+        if self._gathered.full:
             self.flush()
+
+    def adopt(self, path: Path, keys: Sequence[str], tokens: int) -> None:
+        """Take a whole shard file, of this store's layout and on its file system, into the store: it is moved, then listed.
+
+        Its documents must be new, and what is in it has been checked (``states_incoming.py``).
+        """
+        known = self._known.intersection(keys)
+        if known:
+            raise ValueError(f"states of {min(known)} are already in {self.folder}")
+        with path.open("rb") as file:
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        place = self._next_shard()
+        path.replace(place)
+        self._known.update(keys)
+        self._list(place, keys, tokens, sha256)
 
     def flush(self) -> None:
         """Write what has been gathered as a shard, then list it in the index."""
-        if not self._documents:
+        keys, tokens = self._gathered.keys, self._gathered.tokens
+        if not keys:
             return
-        keys, splits, ends, loss_counts = zip(*self._documents, strict=True)
-        tensors = {name: buffer[: self._used] for name, buffer in self._buffers.items()}
-        tensors["offsets"] = torch.tensor((0, *ends), dtype=torch.int64)
-        tensors["loss_counts"] = torch.tensor(loss_counts, dtype=torch.int64)
-        path = self.folder / f"shard-{len(self._shards):05d}.safetensors"
-        sha256 = self._write_shard(path, tensors, {"keys": json.dumps(keys), "splits": json.dumps(splits)})
-        self._shards.append(ShardRecord(path.name, len(keys), self._used, path.stat().st_size, sha256))
-        self._write_index()
-        self._done.update(keys)
-        self._documents = []
+        path = self._next_shard()
+        sha256 = self._gathered.write(path, self._partial_file(path.name))
+        self._list(path, keys, tokens, sha256)
 
     def close(self) -> None:
         """Write the last shard. A store without any document has an index too."""
         self.flush()
         if not self._shards:
             self._write_index()
-        self._buffers = {}
+        self._gathered = ShardBuffer(self.meta, 0)  # its memory is free
         shutil.rmtree(self.folder / _PARTIAL, ignore_errors=True)
 
     def __enter__(self) -> StateStoreWriter:
@@ -117,33 +108,14 @@ class StateStoreWriter:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()  # after an error too: the documents gathered so far are whole
 
-    @property
-    def _used(self) -> int:
-        """Tokens gathered for the next shard."""
-        return self._documents[-1][2] if self._documents else 0
+    def _next_shard(self) -> Path:
+        return self.folder / f"shard-{len(self._shards):05d}.safetensors"
 
-    def _reserve(self, length: int) -> None:
-        rows = max(self._capacity, length)
-        if not self._buffers or next(iter(self._buffers.values())).shape[0] < rows:
-            self._buffers = {name: torch.empty((rows, *shape), dtype=dtype) for name, (dtype, shape) in token_layout(self.meta).items()}
-
-    def _encode(self, states: TargetStates) -> dict[str, Tensor]:
-        values = {name: getattr(states, name) for name in ("input_ids", "loss_mask", "log_normalizer", "taps", "last_hidden")}
-        if self.meta.dtype == "int8":
-            for name in ("taps", "last_hidden"):
-                values[name], values[f"{name}_scale"] = quantize(values[name])
-        return values
-
-    def _write_shard(self, path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
-        partial = self._partial_file(path.name)
-        mode = partial.stat().st_mode
-        save_file(tensors, partial, metadata)
-        partial.chmod(mode)  # save_file makes files that only their owner may read, whatever the umask
-        with partial.open("r+b") as file:
-            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-            os.fsync(file.fileno())
-        partial.replace(path)
-        return sha256
+    def _list(self, path: Path, keys: Sequence[str], tokens: int, sha256: str) -> None:
+        """Name a finished shard in the index."""
+        self._shards.append(ShardRecord(path.name, len(keys), tokens, path.stat().st_size, sha256))
+        self._write_index()
+        self._done.update(keys)
 
     def _write_index(self) -> None:
         partial = self._partial_file(INDEX_NAME)
@@ -167,6 +139,6 @@ class StateStoreWriter:
                 path.unlink()
 
 
-def _is_finite(x: Tensor) -> bool:
+def is_finite(x: Tensor) -> bool:
     """Without a temporary of the size of ``x``; infinities and NaN both show in the extremes."""
-    return x.numel() == 0 or bool(torch.stack(x.aminmax()).isfinite().all())
+    return x.numel() == 0 or all(bool(extreme.isfinite()) for extreme in x.aminmax())

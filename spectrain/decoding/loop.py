@@ -3,6 +3,7 @@
 One round, with the anchor (the last committed token) at position a:
 
     proposer   drafts d_1 … d_n for positions a + 1 … a + n
+    policy     keeps the leading drafts that are worth verifying (all of them, unless asked otherwise)
     target     runs over [anchor, d_1 … d_n]; row j of its logits is the law of slot j + 1
     verify     k drafts stand, and one more token follows them (the correction, or the bonus after n)
     observe    the proposer gets anchor, d_1 … d_k with the taps of that same pass; the new anchor is the token after them
@@ -18,16 +19,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from spectrain.decoding.confidence import DraftPolicy
 from spectrain.decoding.proposers import Proposal, Proposer
 from spectrain.decoding.verify import GREEDY, Law, Verdict, verify
 from spectrain.evaluation.metrics import Round
 from spectrain.target.cache import open_cache
+from spectrain.target.cpu_attention import cpu_attention
 from spectrain.target.model import TargetModel, TargetOutput
 
 
@@ -69,6 +72,7 @@ def speculative_generate(
     seed: int = 0,
     *,
     draft_law: Law = GREEDY,
+    policy: DraftPolicy | None = None,
     batch_size: int | None = None,
     streams: Sequence[int] | None = None,
     on_tokens: Callable[[int], None] | None = None,
@@ -80,6 +84,7 @@ def speculative_generate(
         max_new_tokens: per answer, at least 1; one number or one per prompt.
         n: drafts per round.
         draft_law: greedy for arg-max drafts (one-hot law, lossless at every temperature), else what drafts are drawn from.
+        policy: how many drafts of each row are verified, by the proposer's confidence; ``None``: all.
         batch_size: prompts decoded together; ``None``: all.
         streams: number of each prompt's random stream under ``seed``; ``None``: its index.
         on_tokens: called after each round with the number of tokens it added, for progress bars.
@@ -89,7 +94,7 @@ def speculative_generate(
     if any(len(prompt) == 0 for prompt in prompts) or any(limit < 1 for limit in limits):
         raise ValueError("every prompt needs at least one token, and room for at least one more")
     rows = [_Row(list(prompt), limit, _generator(seed, stream)) for prompt, limit, stream in zip(prompts, limits, streams, strict=True)]
-    settings = _Settings(0 if proposer is None else n, law, draft_law, frozenset(eos_ids), on_tokens)
+    settings = _Settings(0 if proposer is None else n, law, draft_law, frozenset(eos_ids), on_tokens, policy)
     batch = batch_size or max(len(rows), 1)
     timing = LoopTiming()
     for first in range(0, len(rows), batch):
@@ -106,6 +111,7 @@ class _Settings:
     draft_law: Law
     eos_ids: frozenset[int]
     on_tokens: Callable[[int], None] | None
+    policy: DraftPolicy | None
 
 
 @dataclass
@@ -137,13 +143,15 @@ class _Row:
             self.finish_reason = "length"
         return kept
 
-    def commit_round(self, drafts: list[int], accepted: int, next_token: int, eos_ids: frozenset[int]) -> None:
+    def commit_round(
+        self, drafts: list[int], accepted: int, next_token: int, eos_ids: frozenset[int], confidence: tuple[float, ...] = ()
+    ) -> None:
         anchor = self.anchor
         kept = self.commit([*drafts[:accepted], next_token], eos_ids)
         stood = min(kept, accepted)
         # The text ends on an accepted draft with further slots undecided: a reader of the text cannot tell how many would have stood.
         cut = self.finish_reason == "length" and kept == stood < len(drafts)
-        self.rounds.append(Round(anchor=anchor, drafted=len(drafts), accepted=stood, cut=cut))
+        self.rounds.append(Round(anchor=anchor, drafted=len(drafts), accepted=stood, cut=cut, drafts=tuple(drafts), confidence=confidence))
 
 
 class _Batch:
@@ -156,6 +164,10 @@ class _Batch:
         self.draft_cache = None if proposer is None else proposer.new_cache(len(rows))
 
     def run(self) -> None:
+        with cpu_attention(self.target.model):
+            self._run()
+
+    def _run(self) -> None:
         with self._timed("prefill_s"):
             self._prefill()
         while self.rows:
@@ -189,7 +201,8 @@ class _Batch:
             return Proposal(ids=anchor_B[:, None][:, :0])
         draft_law = self.settings.draft_law
         generators = None if draft_law.greedy else [row.generator for row in self.rows]
-        return self.proposer.propose(self.draft_cache, anchor_B, self.settings.n, draft_law, generators)
+        proposal = self.proposer.propose(self.draft_cache, anchor_B, self.settings.n, draft_law, generators)
+        return proposal if self.settings.policy is None else _shortened(proposal, self.settings.policy)
 
     def _verify(self, proposal: Proposal) -> tuple[Tensor, TargetOutput, list[int]]:
         """One pass of the target over anchor and drafts. Returns its tokens, its output, and how many of its tokens each row keeps."""
@@ -203,9 +216,10 @@ class _Batch:
         verdict = self._judge(ids_BT[:, 1:], draft_log_probs, output.last_hidden_BSH, proposal.lengths)
 
         accepted, drafts = verdict.accepted.tolist(), draft_ids.tolist()
+        confidence = [[]] * len(self.rows) if proposal.confidence is None else proposal.confidence.tolist()
         before = sum(len(row.answer) for row in self.rows)
         for b, (row, token) in enumerate(zip(self.rows, verdict.next_token.tolist(), strict=True)):
-            row.commit_round(drafts[b][: lengths[b]], accepted[b], token, self.settings.eos_ids)
+            row.commit_round(drafts[b][: lengths[b]], accepted[b], token, self.settings.eos_ids, tuple(confidence[b][: lengths[b]]))
         self._report(sum(len(row.answer) for row in self.rows) - before)
         counts = [count + 1 for count in accepted]
         self.cache.keep(counts)
@@ -217,7 +231,18 @@ class _Batch:
             # n + 1 numbers whatever the longest row drafted: a row's stream must not depend on its neighbours.
             drawn = torch.stack([torch.rand(self.settings.n + 1, generator=row.generator, dtype=torch.float64) for row in self.rows])
             uniforms_Bm = drawn[:, : draft_ids.shape[1] + 1]
-        return verify(draft_ids, draft_log_probs, self.target.logits(last_hidden_BmH), self.settings.law, uniforms_Bm, lengths_B)
+        logits_BmV = self._logits(last_hidden_BmH, lengths_B)
+        return verify(draft_ids, draft_log_probs, logits_BmV, self.settings.law, uniforms_Bm, lengths_B)
+
+    def _logits(self, last_hidden_BmH: Tensor, lengths_B: Tensor | None) -> Tensor:
+        """Logits of anchors and drafts; zeros where a row has no draft, because the head costs as much as many layers."""
+        if lengths_B is None:
+            return self.target.logits(last_hidden_BmH)
+        real_Bm = torch.arange(last_hidden_BmH.shape[1], device=last_hidden_BmH.device) <= lengths_B.to(last_hidden_BmH.device)[:, None]
+        logits_RV = self.target.logits(last_hidden_BmH[real_Bm])
+        logits_BmV = logits_RV.new_zeros(*real_Bm.shape, logits_RV.shape[-1])
+        logits_BmV[real_Bm] = logits_RV
+        return logits_BmV
 
     def _observe(self, ids_BT: Tensor, taps_BTAH: Tensor | None, counts: list[int]) -> None:
         """Let finished rows go, then show the proposer what the others committed."""
@@ -246,6 +271,16 @@ class _Batch:
         if self.target.device.type == "cuda":
             torch.cuda.synchronize(self.target.device)
         setattr(self.timing, name, getattr(self.timing, name) + time.perf_counter() - start_s)
+
+
+def _shortened(proposal: Proposal, policy: DraftPolicy) -> Proposal:
+    """The leading drafts that the policy keeps."""
+    if proposal.confidence is None:
+        raise ValueError("a draft policy needs a proposer that states its confidence")
+    batch, n = proposal.ids.shape
+    drafted = [n] * batch if proposal.lengths is None else proposal.lengths.tolist()
+    lengths = policy.lengths(proposal.confidence, drafted)
+    return replace(proposal, lengths=torch.tensor(lengths, device=proposal.ids.device))
 
 
 def _generator(seed: int, stream: int) -> torch.Generator:

@@ -25,8 +25,11 @@ class Proposal:
     """The drafts of one round.
 
     ids: [B, n'] with n' ≤ the n asked for. law: log-probabilities [B, n', V] in the target's vocabulary that each draft was drawn from, or
-    ``None`` when the drafts were chosen, not drawn (a one-hot law). confidence: [B, n'] estimated acceptance, or ``None``.
-    lengths: [B] drafts per row when rows differ (the rest of a row is padding), or ``None`` when every row has n'.
+    ``None`` when the drafts were chosen, not drawn (a one-hot law). lengths: [B] drafts per row when rows differ (the rest of a row is
+    padding), or ``None`` when every row has n'.
+
+    confidence: [B, n'] in (0, 1), how likely each draft stands if those before it do (calibrated, where the drafter has been), or ``None``.
+    Entry j is made from what is known before draft j is chosen: otherwise cutting drafts short by it would change the law of the output.
     """
 
     ids: Tensor

@@ -137,7 +137,7 @@ def _flex(q_MNd: Tensor, k0_TGd: Tensor, v0_TGd: Tensor, own_k: list[Tensor], ow
             return (k <= column) & (document_T[k] == document_T[column])
 
         layout.cache["block_mask"] = create_block_mask(visible, None, None, m, len(document_T), device=str(q_MNd.device))
-    attend = _compiled_flex() if q_MNd.is_cuda else flex_attention
+    attend = compiled_flex() if q_MNd.is_cuda else flex_attention
     out, aux = attend(
         *(x.transpose(0, 1)[None] for x in (q_MNd, k0_TGd, v0_TGd)),
         block_mask=layout.cache["block_mask"],
@@ -157,7 +157,7 @@ def _flex(q_MNd: Tensor, k0_TGd: Tensor, v0_TGd: Tensor, own_k: list[Tensor], ow
 _COMPILED: list[Any] = []
 
 
-def _compiled_flex() -> Any:
+def compiled_flex() -> Any:
     if not _COMPILED:
         from torch.nn.attention.flex_attention import flex_attention
 

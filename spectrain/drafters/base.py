@@ -9,16 +9,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from spectrain.config import LOSS_NAMES, LossConfig
 from spectrain.data.packing import PackedBatch
 from spectrain.data.vocab import DraftVocab
 from spectrain.decoding.proposers import Proposal
 from spectrain.decoding.verify import Law
-from spectrain.drafters.losses import LossSums
+from spectrain.drafters.layers import LayerShape
+from spectrain.drafters.layouts import Copies
+from spectrain.drafters.losses import LossSums, Teacher
 from spectrain.target.head import TargetHead
 
 
@@ -29,22 +32,110 @@ class DraftScores:
     ``anchor_R`` are flat positions in the batch: the token there is committed, slot j (from 1) drafts the token j places behind it.
     ``accept_RK`` is the probability that the server accepts the document's own token there, given that all slots before it were
     accepted: min(1, p/q); at temperature 0 it is 0 or 1. Slots beyond the document hold 0.
+    ``confidence_RK``: what a confidence head says of the same slots, in (0, 1) and before calibration, given the document's own tokens
+    before them; None without such a head.
     """
 
     anchor_R: Tensor
     accept_RK: Tensor
+    confidence_RK: Tensor | None = None
+
+
+class DrafterShape(Protocol):
+    """What every architecture's shape says."""
+
+    @property
+    def layer(self) -> LayerShape: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def taps(self) -> tuple[int, ...]: ...
+    @property
+    def target_vocab_size(self) -> int: ...
+    @property
+    def draft_vocab_size(self) -> int: ...
+    @property
+    def owns_head(self) -> bool: ...
 
 
 class Drafter(nn.Module, ABC):
-    """Base of all drafters, and a ``Proposer``. ``vocab``: the tokens it can draft; ``taps``: the target's layers it reads, ascending."""
+    """Base of all drafters, and a ``Proposer``. ``vocab``: the tokens it can draft; ``taps``: the target's layers it reads, ascending.
+
+    ``body`` holds the parameters, under the names they have in the drafter's folder. ``loss`` and ``attention`` matter to training only.
+    """
 
     taps: tuple[int, ...]
     vocab: DraftVocab
+    body: Any
+    copies: Copies | None = None  # matrices of its target that came with its weights, until they are compared
+    temperatures: tuple[float, ...] = ()  # calibration of a confidence head, one a slot; empty: none
+    draft_ids_D: Tensor
+    target_to_draft_V: Tensor
+
+    def __init__(self, shape: DrafterShape, vocab: DraftVocab, loss: LossConfig | None, attention: str) -> None:
+        super().__init__()
+        if (len(vocab.ids_D), vocab.target_size) != (shape.draft_vocab_size, shape.target_vocab_size):
+            raise ValueError(
+                f"the vocabulary keeps {len(vocab.ids_D)} of {vocab.target_size} tokens, the shape says {shape.draft_vocab_size}"
+            )
+        self.shape: Any = shape
+        self.vocab, self.taps, self.loss, self.attention = vocab, shape.taps, loss or LossConfig(), attention
+        self.register_buffer("draft_ids_D", vocab.ids_D.clone(), persistent=False)
+        self.register_buffer("target_to_draft_V", vocab.target_to_draft(), persistent=False)
+
+    @property
+    @abstractmethod
+    def method(self) -> str:
+        """Its name: what ``drafter.method`` of the configuration and the folder call it."""
+
+    @property
+    @abstractmethod
+    def training_steps(self) -> int:
+        """Draft positions that training teaches: the length of its losses per step."""
+
+    @property
+    def length_matters(self) -> bool:
+        """Whether the first drafts of a round depend on how many are asked for."""
+        return False
+
+    @property
+    def loss_terms(self) -> list[str]:
+        """Names of the terms in ``LossSums.terms_K``."""
+        return [name for name in LOSS_NAMES if self.loss.weights.get(name)]
+
+    @property
+    def lm_head_DH(self) -> Tensor:
+        """Its own output matrix with a reduced vocabulary, else the target's."""
+        return self.body.lm_head.weight if self.shape.owns_head else self.head.lm_head_weight
 
     def attach(self, head: TargetHead) -> Drafter:
-        """Lend the target's embedding and head, which a drafter shares and never owns. Needed before ``observe`` and ``propose``."""
+        """Lend the target's embedding and head, which a drafter shares and never owns. Needed before ``observe`` and ``propose``.
+
+        Raises InputError where the drafter came with another embedding or head.
+        """
+        if self.copies is not None:
+            self.copies.check(head)
+            self.copies = None
         object.__setattr__(self, "_head", head)  # not a submodule: its weights are neither trained nor saved
+        # The target's own rows of the draft vocabulary: what every teacher reads, gathered once.
+        rows_DH = head.lm_head_weight[self.draft_ids_D.to(head.lm_head_weight.device)] if self.shape.owns_head else None
+        self.__dict__["_teacher_rows_DH"] = rows_DH
         return self
+
+    def teacher(self, batch: PackedBatch, teacher_U: Tensor) -> Teacher:
+        """The target's laws at the flat positions ``teacher_U`` of a batch."""
+        return Teacher(
+            head=self.head,
+            last_hidden_UH=batch.last_hidden_TH[teacher_U],
+            log_normalizer_U=None if batch.log_normalizer_T is None else batch.log_normalizer_T[teacher_U],
+            rows_DH=self.__dict__["_teacher_rows_DH"],
+        )
+
+    def attention_backend(self, batch: PackedBatch) -> str:
+        """Which attention a training pass uses: eager, sdpa or flex."""
+        if self.attention != "auto":
+            return self.attention
+        return "flex" if batch.input_ids_T.is_cuda else "eager"
 
     @property
     def head(self) -> TargetHead:

@@ -7,25 +7,28 @@ the head's rows, the final norm, and the last layer's MLP. All gains are plain i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from spectrain.config import DrafterConfig
 from spectrain.data.vocab import DraftVocab
+from spectrain.drafters.base import Drafter, DrafterShape
+from spectrain.drafters.block.drafter import BlockDrafter
+from spectrain.drafters.block.start import block_shape, copy_from_target
 from spectrain.drafters.folder import load_drafter
 from spectrain.drafters.layers import LayerShape, RMSNorm
 from spectrain.drafters.recurrent.drafter import Eagle3
 from spectrain.drafters.recurrent.eagle3 import Eagle3Shape
+from spectrain.drafters.target_layers import MLP_NORMS, mlp_norm, read_layer
 from spectrain.errors import ConfigError
-from spectrain.target.checkpoint import CheckpointReader
 from spectrain.target.head import TargetHead
 from spectrain.target.spec import TargetSpec
 
 _INIT_STD = 0.02
-# The norm in front of a layer's MLP: Gemma's has a name of its own, and its post_attention_layernorm is something else.
-_MLP_NORMS = ("pre_feedforward_layernorm.weight", "post_attention_layernorm.weight")
 # Frequencies of one plain rotary embedding. Partial and multi-axis settings of a target describe its own heads, not the drafter's.
 _ROPE_KEYS = frozenset(
     (
@@ -58,7 +61,7 @@ def layer_shape(config: DrafterConfig, spec: TargetSpec) -> LayerShape:
         raise ConfigError(f"drafter.head_dim={head_dim} must be even: rotary positions turn pairs")
     rope = {key: value for key, value in spec.rope_parameters.items() if key in _ROPE_KEYS}
     return LayerShape(
-        layer_type=config.layer_type or ("qwen3" if spec.model_type.startswith("qwen3") else "llama"),
+        layer_type=config.layer_type or ("qwen3" if config.is_block or spec.model_type.startswith("qwen3") else "llama"),
         hidden_size=spec.hidden_size,
         intermediate_size=config.intermediate_size or spec.intermediate_size,
         num_attention_heads=heads,
@@ -72,7 +75,8 @@ def layer_shape(config: DrafterConfig, spec: TargetSpec) -> LayerShape:
 
 def resolve_taps(config: DrafterConfig, spec: TargetSpec) -> tuple[int, ...]:
     """The taps of the configuration, or the target's default ones; ConfigError outside [0, N]."""
-    taps = config.taps if config.taps is not None else spec.default_taps()
+    default = spec.spread_taps() if config.is_block else spec.default_taps()
+    taps = config.taps if config.taps is not None else default
     beyond = [tap for tap in taps if tap > spec.num_layers]
     if beyond:
         raise ConfigError(
@@ -82,11 +86,15 @@ def resolve_taps(config: DrafterConfig, spec: TargetSpec) -> tuple[int, ...]:
     return tuple(taps)
 
 
-def drafter_shape(config: DrafterConfig, spec: TargetSpec) -> Eagle3Shape:
+def drafter_shape(config: DrafterConfig, spec: TargetSpec, mask_token_id: int = 0) -> DrafterShape:
+    """``mask_token_id`` matters to block drafters."""
+    layer, taps = layer_shape(config, spec), resolve_taps(config, spec)
+    if config.is_block:
+        return block_shape(config, spec, layer, taps, mask_token_id)
     return Eagle3Shape(
-        layer=layer_shape(config, spec),
+        layer=layer,
         num_layers=config.num_layers,
-        taps=resolve_taps(config, spec),
+        taps=taps,
         target_vocab_size=spec.vocab_size,
         draft_vocab_size=config.draft_vocab_size or spec.vocab_size,
         norm_before_residual=config.norm_before_residual,
@@ -97,31 +105,43 @@ def drafter_shape(config: DrafterConfig, spec: TargetSpec) -> Eagle3Shape:
 
 
 def build_drafter(
-    config: DrafterConfig, spec: TargetSpec, vocab: DraftVocab, head: TargetHead, target_folder: Path, seed: int = 0
-) -> Eagle3:
+    config: DrafterConfig, spec: TargetSpec, vocab: DraftVocab, head: TargetHead, target_folder: Path, seed: int = 0, mask_token_id: int = 0
+) -> Drafter:
     """A fresh drafter, initialised and attached to the target's head. Deterministic in ``seed``; float32."""
-    drafter = Eagle3(drafter_shape(config, spec), vocab, config.unroll_steps, config.loss, config.attention)
+    shape = drafter_shape(config, spec, mask_token_id)
+    drafter: Drafter
+    if isinstance(shape, Eagle3Shape):
+        drafter = Eagle3(shape, vocab, config.unroll_steps, config.loss, config.attention)
+    else:
+        drafter = BlockDrafter(shape, vocab, config.block, config.loss, config.attention)  # type: ignore[arg-type]
     _initialise(drafter, seed)
-    if config.init != "random":
-        _copy_from_target(drafter, spec, head, target_folder)
+    if config.start != "random":
+        _copy_head(drafter, head)
+        if isinstance(drafter, BlockDrafter):
+            copy_from_target(drafter, spec, head, target_folder)
+        elif isinstance(drafter, Eagle3):
+            _copy_from_target(drafter, spec, head, target_folder)
     _finish(drafter, config, head)
     return drafter
 
 
-def continue_drafter(config: DrafterConfig, head: TargetHead) -> Eagle3:
-    """The drafter in ``config.path``, ready to be trained on: loss, steps and attention are the configuration's, all else is the folder's.
+def continue_drafter(config: DrafterConfig, head: TargetHead, usual_taps: Sequence[int] | None = None) -> Drafter:
+    """The drafter in ``config.path``, ready to be trained on: how it is trained is the configuration's, all else is the folder's.
 
-    Float32 whatever it was stored in: small updates of 16-bit weights would round away.
+    ``usual_taps``: as in ``folder.load_drafter``. Float32 whatever it was stored in: small updates of 16-bit weights would round away.
     """
-    drafter = load_drafter(Path(config.path or "").expanduser())
-    assert isinstance(drafter, Eagle3)
+    drafter = load_drafter(Path(config.path or "").expanduser(), usual_taps)
     drafter.float().train()
-    drafter.steps, drafter.loss, drafter.attention = config.unroll_steps, config.loss, config.attention
+    drafter.loss, drafter.attention = config.loss, config.attention
+    if isinstance(drafter, Eagle3):
+        drafter.steps = config.unroll_steps
+    elif isinstance(drafter, BlockDrafter):
+        drafter.options = replace(config.block, block_size=drafter.shape.block_size)
     _finish(drafter, config, head)
     return drafter
 
 
-def _finish(drafter: Eagle3, config: DrafterConfig, head: TargetHead) -> None:
+def _finish(drafter: Drafter, config: DrafterConfig, head: TargetHead) -> None:
     """What every drafter needs before it is trained."""
     if drafter.shape.owns_head:
         drafter.body.lm_head.requires_grad_(config.train_head)
@@ -129,42 +149,35 @@ def _finish(drafter: Eagle3, config: DrafterConfig, head: TargetHead) -> None:
 
 
 @torch.no_grad()
-def _initialise(drafter: Eagle3, seed: int) -> None:
-    """Linear weights N(0, 0.02), norms 1."""
+def _initialise(drafter: Drafter, seed: int) -> None:
+    """Linear weights N(0, 0.02), norms 1; a block drafter's heads change (next to) nothing."""
     generator = torch.Generator().manual_seed(seed)
     for module in drafter.modules():
         if isinstance(module, nn.Linear):
             module.weight.normal_(0.0, _INIT_STD, generator=generator)
         elif isinstance(module, RMSNorm):
             module.weight.fill_(1.0)
+    if isinstance(drafter, BlockDrafter):
+        drafter.body.reset_heads(generator)
+
+
+@torch.no_grad()
+def _copy_head(drafter: Drafter, head: TargetHead) -> None:
+    if drafter.shape.owns_head:
+        drafter.body.lm_head.weight.copy_(head.lm_head_weight[drafter.draft_ids_D.to(head.lm_head_weight.device)])
 
 
 @torch.no_grad()
 def _copy_from_target(drafter: Eagle3, spec: TargetSpec, head: TargetHead, folder: Path) -> None:
-    """Head rows, final norm and, where the shapes agree, the MLP of the target's last decoder layer with its norm."""
+    """Final norm and, where the shapes agree, the MLP of the target's last decoder layer with its norm."""
     body, layer = drafter.body, drafter.body.layers[0]
-    if drafter.shape.owns_head:
-        body.lm_head.weight.copy_(head.lm_head_weight[drafter.draft_ids_D.to(head.lm_head_weight.device)])
     offset = 1.0 if head.one_plus else 0.0
     body.norm.weight.copy_(head.norm_weight + offset)
-    last = _last_layer(spec, head, folder)
-    norm = next((last[name] for name in _MLP_NORMS if name in last), None)
+    last = read_layer(head, folder, spec.num_layers - 1, ("mlp.", *MLP_NORMS))
+    norm = mlp_norm(last)
     projections = [(getattr(layer.mlp, name).weight, last.get(f"mlp.{name}.weight")) for name in ("gate_proj", "up_proj", "down_proj")]
     if norm is None or any(source is None or source.shape != own.shape for own, source in projections):
         return  # a mixture of experts, fused projections, another width: the drafter's own initialisation stands
     layer.post_attention_layernorm.weight.copy_(norm.float() + offset)
     for own, source in projections:
         own.copy_(source)
-
-
-def _last_layer(spec: TargetSpec, head: TargetHead, folder: Path) -> dict[str, Tensor]:
-    """Tensors of the target's last decoder layer, by their names inside the layer; empty where the checkpoint has other names."""
-    reader = CheckpointReader(folder)
-    family = head.math.family
-    for prefix in family.prefixes:
-        start = f"{prefix}{family.layers}.{spec.num_layers - 1}."
-        parts = ("mlp.", *_MLP_NORMS)
-        names = [name for name in reader.names if name.startswith(tuple(f"{start}{part}" for part in parts))]
-        if names:
-            return {name.removeprefix(start): reader.get(name) for name in names}
-    return {}

@@ -2,12 +2,14 @@
 
 There is no converter between training and serving: parameters carry vLLM's names, every switch whose default differs between writers and
 readers is written out, ids of taps are written unchanged (the residual stream after so many layers). Facts of training that a server
-ignores stand under ``spectrain``. Weights are stored in the type they were trained in, so reading a folder gives the same bits.
+ignores stand under ``spectrain``. Weights are stored in the type they were trained in, so reading a folder gives the same bits. Folders
+that others wrote are read through ``layouts.py``, which turns their layouts into this one.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +18,26 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from spectrain.data.vocab import DraftVocab, full_vocab, vocab_from_d2t
-from spectrain.drafters.base import Drafter
-from spectrain.drafters.layers import LayerShape
-from spectrain.drafters.recurrent.drafter import Eagle3
-from spectrain.drafters.recurrent.eagle3 import Eagle3Shape
+from spectrain.drafters.base import Drafter, DrafterShape
+from spectrain.drafters.block import layout as block_layout
+from spectrain.drafters.layouts import Copies, standard_config, standard_tensors
+from spectrain.drafters.recurrent import layout as recurrent_layout
 from spectrain.errors import InputError
 from spectrain.files import recover_folder, replace_folder
 from spectrain.run_dir import file_digest
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
-_SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-_ROPE_THETA_DEFAULT = 10000.0
+# An embedding that stands for the mask token in place of the target's own: vLLM reads it from beside the weights.
+_MASK_EMBEDDING = "mask_embedding.pt"
+# Kind of drafter (speculators_model_type) -> the module that knows its fields, and the name of its architecture.
+_LAYOUTS: dict[str, tuple[Any, str]] = {
+    "eagle3": (recurrent_layout, recurrent_layout.ARCHITECTURE),
+    **{method: (block_layout, name) for method, name in block_layout.ARCHITECTURES.items()},
+}
 
 
 def save_drafter(
-    drafter: Eagle3,
+    drafter: Drafter,
     folder: Path,
     *,
     target: str,
@@ -47,22 +54,21 @@ def save_drafter(
         facts: anything to record under ``spectrain`` (scores, step, coverage).
     """
     shape = drafter.shape
+    layout, architecture = _LAYOUTS[drafter.method]
     config = {
-        "architectures": ["Eagle3DraftModel"],
-        "speculators_model_type": "eagle3",
+        "architectures": [architecture],
+        "speculators_model_type": drafter.method,
         "speculators_config": {
-            "algorithm": "eagle3",
+            "algorithm": drafter.method,
             "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": num_speculative_tokens}],
             "verifier": {"name_or_path": target, "architectures": list(target_architectures)},
         },
         "draft_vocab_size": shape.draft_vocab_size,
         "target_hidden_size": shape.layer.hidden_size,
-        "eagle_aux_hidden_state_layer_ids": list(shape.taps),
-        **{name: getattr(shape, name) for name in _SWITCHES},
-        "transformer_layer_config": _layer_config(shape),
+        **layout.to_config(drafter),
         "torch_dtype": str(drafter.body.fc.weight.dtype).removeprefix("torch."),
-        "spectrain": {"unroll_steps": drafter.steps, **(facts or {})},
+        "spectrain": {**layout.facts(drafter), **(facts or {})},
     }
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.body.state_dict().items()}
     if shape.owns_head:
@@ -75,60 +81,45 @@ def save_drafter(
     replace_folder(folder, fill)
 
 
-def _layer_config(shape: Eagle3Shape) -> dict[str, Any]:
-    """The decoder layer as a Hugging Face configuration; its ``vocab_size`` is the target's."""
-    layer = shape.layer
-    config = {
-        "model_type": layer.layer_type,
-        "hidden_size": layer.hidden_size,
-        "intermediate_size": layer.intermediate_size,
-        "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": layer.num_attention_heads,
-        "num_key_value_heads": layer.num_key_value_heads,
-        "head_dim": layer.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": layer.rms_norm_eps,
-        "rope_parameters": layer.rope_parameters,
-        "rope_theta": layer.rope_parameters.get("rope_theta", _ROPE_THETA_DEFAULT),  # where releases before rope_parameters look
-        "max_position_embeddings": layer.max_position_embeddings,
-        "vocab_size": shape.target_vocab_size,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": False,
-    }
-    # vLLM's Llama-style EAGLE-3 does not count the layer ids; an extra key in this dictionary reaches its model.
-    return config | {"num_aux_hidden_states": len(shape.taps)}
-
-
-def read_shape(folder: str | Path) -> Eagle3Shape:
+def read_shape(folder: str | Path, usual_taps: Sequence[int] | None = None) -> DrafterShape:
     """What a drafter folder's ``config.json`` says of its drafter: taps, dimensions, vocabulary sizes. Reads no weights.
+
+    ``usual_taps``: what an EAGLE-3 drafter of another writer reads that does not say so (the target's ``default_taps``).
 
     Raises InputError naming the file, and the field that is missing or makes no sense.
     """
-    return _shape_from_config(_read_config(Path(folder)), Path(folder))
+    return _shape_from_config(_read_config(Path(folder), usual_taps), Path(folder))
 
 
-def load_drafter(folder: str | Path) -> Drafter:
-    """Read a drafter folder; weights are bit for bit what was saved. Call ``attach(head)`` before drafting.
+def read_method(folder: str | Path) -> str:
+    """The method of the drafter in a folder. Raises InputError as ``read_shape`` does."""
+    return str(_read_config(Path(folder))["speculators_model_type"])
+
+
+def load_drafter(folder: str | Path, usual_taps: Sequence[int] | None = None) -> Drafter:
+    """Read a drafter folder of any layout that ``layouts.py`` knows; weights are bit for bit what was saved.
+
+    Call ``attach(head)`` before drafting. ``usual_taps`` as in ``read_shape``.
 
     Raises InputError naming the file and the field or tensor that is missing or has the wrong shape.
     """
     folder = Path(folder)
     if not folder.exists():  # a writer was killed between its two renames; one that is at work must not be disturbed
         recover_folder(folder)
-    config = _read_config(folder)
+    config = _read_config(folder, usual_taps)
     shape = _shape_from_config(config, folder)
-    tensors = _read_tensors(folder)
+    tensors = standard_tensors(_read_tensors(folder))
     vocab = _vocab(tensors.pop("d2t", None), shape, folder)
-    tensors.pop("t2d", None)
+    copies = Copies.taken_from(tensors, shape.owns_head, str(folder / WEIGHTS))
     facts = config.get("spectrain") or {}
-    drafter = Eagle3(shape, vocab, steps=int(facts.get("unroll_steps", 3)))
+    drafter: Drafter = _layout(config).build(shape, vocab, facts)
     _check_tensors(drafter.body.state_dict(), tensors, folder / WEIGHTS)
     drafter.body.load_state_dict(tensors, assign=True)
+    drafter.copies = copies if copies.tensors else None
     return drafter.eval()
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def _read_config(folder: Path, usual_taps: Sequence[int] | None = None) -> dict[str, Any]:
     path = folder / CONFIG
     if not path.is_file():
         raise InputError(f"{folder} holds no drafter: {CONFIG} is missing")
@@ -136,36 +127,26 @@ def _read_config(folder: Path) -> dict[str, Any]:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InputError(f"{path} is not valid JSON: {error}") from None
-    kind = config.get("speculators_model_type") if isinstance(config, dict) else None
-    if kind != "eagle3":
-        raise InputError(f"{path}: speculators_model_type is {kind!r}; this version reads eagle3 drafters in the speculators layout")
+    if not isinstance(config, dict):
+        raise InputError(f"{path} describes no drafter: it is no JSON object")
+    if (folder / _MASK_EMBEDDING).is_file():
+        raise InputError(f"{folder / _MASK_EMBEDDING}: this version reads drafters whose mask is a token of the target alone")
+    config = standard_config(config, str(path), usual_taps)
+    kind = config.get("speculators_model_type")
+    if kind not in _LAYOUTS:
+        raise InputError(
+            f"{path}: speculators_model_type is {kind!r}; this version reads {', '.join(_LAYOUTS)} drafters in the speculators layout"
+        )
     return config
 
 
-def _shape_from_config(config: dict[str, Any], folder: Path) -> Eagle3Shape:
+def _layout(config: dict[str, Any]) -> Any:
+    return _LAYOUTS[config["speculators_model_type"]][0]
+
+
+def _shape_from_config(config: dict[str, Any], folder: Path) -> DrafterShape:
     try:
-        layer = config["transformer_layer_config"]
-        if layer["model_type"] not in ("llama", "qwen3"):
-            raise ValueError(f"its layer is of type {layer['model_type']!r}, known are llama and qwen3")
-        rope = layer.get("rope_parameters") or {"rope_type": "default", "rope_theta": layer.get("rope_theta", _ROPE_THETA_DEFAULT)}
-        return Eagle3Shape(
-            layer=LayerShape(
-                layer_type=layer["model_type"],
-                hidden_size=layer["hidden_size"],
-                intermediate_size=layer["intermediate_size"],
-                num_attention_heads=layer["num_attention_heads"],
-                num_key_value_heads=layer["num_key_value_heads"],
-                head_dim=layer.get("head_dim") or layer["hidden_size"] // layer["num_attention_heads"],
-                rms_norm_eps=layer["rms_norm_eps"],
-                rope_parameters=rope,
-                max_position_embeddings=layer["max_position_embeddings"],
-            ),
-            num_layers=layer["num_hidden_layers"],
-            taps=tuple(config["eagle_aux_hidden_state_layer_ids"]),
-            target_vocab_size=layer["vocab_size"],
-            draft_vocab_size=config["draft_vocab_size"],
-            **{name: bool(config[name]) for name in _SWITCHES},
-        )
+        return _layout(config).to_shape(config)
     except KeyError as error:
         raise InputError(f"{folder / CONFIG}: field {error} is missing") from None
     except (TypeError, ValueError, AttributeError) as error:
@@ -175,15 +156,18 @@ def _shape_from_config(config: dict[str, Any], folder: Path) -> Eagle3Shape:
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
     path = folder / WEIGHTS
     if not path.is_file():
-        raise InputError(f"{path} is missing (only safetensors are read)")
+        raise InputError(f"{path} is missing (only safetensors are read, in one file)")
     try:
-        return load_file(path)
+        # Copied, because kernels sum in another order where a tensor does not begin at a whole cache line, as in a mapped file.
+        return {name: tensor.clone() for name, tensor in load_file(path).items()}
     except (SafetensorError, OSError) as error:
         raise InputError(f"{path} cannot be read as safetensors: {error}") from None
 
 
-def _vocab(d2t: Tensor | None, shape: Eagle3Shape, folder: Path) -> DraftVocab:
+def _vocab(d2t: Tensor | None, shape: DrafterShape, folder: Path) -> DraftVocab:
     if not shape.owns_head:
+        if d2t is not None and bool(d2t.any()):
+            raise InputError(f"{folder / WEIGHTS}: tensor 'd2t' moves ids, but draft_vocab_size is the target's whole vocabulary")
         return full_vocab(shape.target_vocab_size)
     if d2t is None:
         raise InputError(f"{folder / WEIGHTS}: tensor 'd2t' is missing, but draft_vocab_size is smaller than the target's vocabulary")

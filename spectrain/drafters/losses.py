@@ -1,25 +1,23 @@
 """Distillation losses from hidden states, without ever holding [tokens, vocabulary].
 
-The head is the cost of a small drafter: 2·H·D operations per logit row against a few million for its layer, and three rows (one per
-step) ask the same teacher. So work is ordered by *teacher position*: for a chunk of positions the teacher's law is made once, all K
-students of that position are scored against it, and, because every loss here is a sum with known weights, the gradient is taken in
-the same pass. Forward and backward together are three products per row (logits, d hidden, d weight); nothing is recomputed and only one
-chunk of logits is alive.
+The head is the cost of a small drafter: 2·H·D operations per logit row against a few million for its layers, and several rows (one per
+recurrent step, or per block that reaches the position) ask the same teacher. So work is ordered by *teacher position*: for a chunk of
+positions the teacher's law is made once, all students of each position are scored against it, and, because every loss here is a sum with
+known weights, the gradient is taken in the same pass. Forward and backward together are three products per row (logits, d hidden,
+d weight); nothing is recomputed and only one chunk of logits is alive. What follows the products goes through memory in tiles that a
+processor's cache holds.
 
-With p the drafter's law over its D tokens, q the target's law (true mass, not renormalised to the draft vocabulary), x* the document's
-own token, M = Σ_D q the mass inside the draft vocabulary:
+The terms themselves are in ``loss_terms.py``.
 
-    ce   −log p(x*)            gradient  p − onehot(x*)                     (no term where x* is outside the draft vocabulary)
-    kl   Σ_D q log(q/p)        gradient  M·p − q
-    tv   1 − Σ_D min(p, q)     gradient  p·(Σ_D p·[p<q] − [p<q])            (1 − acceptance probability at temperature 1)
-    lk   −log Σ_D min(p, q)    gradient  that of tv, divided by Σ_D min(p, q)
-
-tv and lk are the acceptance objectives of speculative sampling (Leviathan et al. 2023, section 3; LK losses).
+Legend: U teacher positions, S students (ragged: every teacher has at least one), K slots or steps, H hidden, D draft vocabulary, r rank of
+a bias, N candidates, C teachers and R students of a chunk, c teachers of a tile with k students each.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -27,11 +25,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from spectrain.config import LOSS_NAMES
+from spectrain.drafters.loss_terms import Law, Outcome, terms_and_gradient
 from spectrain.target.cpu_linear import linear
 from spectrain.target.head import TargetHead
 
-CHUNK_BYTES = 24 << 20  # of student logits; a few times this is alive at once
-_LEAST_OVERLAP = 1e-6
+CHUNK_BYTES = 48 << 20  # of student logits on a CPU; the teacher's are at most as many again
+_DEVICE_CHUNK_BYTES = 1 << 29  # elsewhere: products of a few hundred rows would leave an accelerator idle
+_TILE_BYTES = 2 << 20  # of student logits on a CPU: a few times this must fit into a cache
 
 
 @dataclass
@@ -56,14 +56,53 @@ class Teacher:
 
 
 @dataclass
+class Bias:
+    """Something of low rank that a sequential head adds to the logits: ``rows · matrixᵀ``.
+
+    ``rows`` [U, r] where all students of a teacher share it (it depends on the token before the predicted one, and that is the teacher's),
+    which spares most of its cost; else [S, r].
+    """
+
+    rows: Tensor
+    matrix_Dr: Tensor
+    shared: bool
+
+
+@dataclass
+class Students:
+    """Predictions in the order of their teachers: the students of teacher u stand together, and teachers with as many too (not needed,
+    but then tiles are large)."""
+
+    hidden_SH: Tensor  # normed outputs of the drafter
+    weight_S: Tensor  # weight in the loss; 0: not there
+    slot_S: Tensor  # int64: the slot or step it belongs to in the statistics
+    counts_U: Sequence[int]  # students of each teacher
+    bias: Bias | None = None
+    candidates: int = 0  # how many of each student's likeliest tokens to note, for a head that chooses among them
+
+
+@dataclass
 class LossSums:
-    """Sums over positions, per step: divide by ``count_K`` for means. Sums and counts add over micro-batches and ranks."""
+    """Sums over positions, per step or slot: divide by ``count_K`` for means. Sums and counts add over micro-batches and ranks."""
 
     loss: Tensor  # scalar, differentiable: Σ weight · Σ_terms coefficient · term
     weight: Tensor  # scalar: Σ weight, the denominator of ``loss``
     terms_K: dict[str, Tensor]  # name -> unweighted sum of each term
     hits_K: Tensor  # arg max of the drafter is the document's own token
     count_K: Tensor
+
+
+def by_teacher(teacher_S: Tensor) -> tuple[Tensor, Tensor, list[int]]:
+    """Order in which students (given by their teachers' positions) become ``Students``: (order [S], teacher positions [U], counts).
+
+    Teachers with as many students stand together, the busiest last; among those, and among the students of one teacher, the order stays.
+    """
+    teacher_U, count_U = torch.unique(teacher_S, return_counts=True)
+    rank_U = torch.argsort(count_U, stable=True)
+    place_U = torch.empty_like(rank_U)
+    place_U[rank_U] = torch.arange(len(rank_U), device=rank_U.device)
+    order_S = torch.argsort(place_U[torch.searchsorted(teacher_U, teacher_S)], stable=True)
+    return order_S, teacher_U[rank_U], count_U[rank_U].tolist()
 
 
 def draft_loss(
@@ -84,14 +123,60 @@ def draft_loss(
         weight_KU: weight of each student, 0 where there is none.
         loss_weights: coefficients of ``ce``, ``kl``, ``tv``, ``lk``.
     """
-    loss, stats_K = _DraftLoss.apply(hidden_KUH, lm_head_DH, teacher, target_U, weight_KU, loss_weights)
+    k, u = weight_KU.shape
+    students = Students(
+        hidden_SH=hidden_KUH.transpose(0, 1).flatten(0, 1),
+        weight_S=weight_KU.T.flatten(),
+        slot_S=torch.arange(k, device=weight_KU.device).repeat(u),
+        counts_U=[k] * u,
+    )
+    return student_loss(students, lm_head_DH, teacher, target_U, loss_weights, k).sums
+
+
+@dataclass
+class StudentLoss:
+    """``overlap_S``: Σ_D min(p, q) of every student, its acceptance probability at temperature 1. Only ``sums.loss`` has a gradient."""
+
+    sums: LossSums
+    overlap_S: Tensor
+    candidates_SN: Tensor
+    candidate_q_SN: Tensor  # the target's probabilities of them
+
+
+def student_loss(
+    students: Students, lm_head_DH: Tensor, teacher: Teacher, target_U: Tensor, loss_weights: dict[str, float], num_slots: int
+) -> StudentLoss:
+    """Loss of any number of students per teacher position; arguments as in ``draft_loss``. ``num_slots``: K of the statistics."""
+    bias = students.bias
+    rows, matrix_Dr = (None, None) if bias is None else (bias.rows, bias.matrix_Dr)
+    loss, terms_5S, *found = _DraftLoss.apply(students.hidden_SH, lm_head_DH, rows, matrix_Dr, students, teacher, target_U, loss_weights)
+    return StudentLoss(_sums(loss, terms_5S, students.weight_S, students.slot_S, loss_weights, num_slots), *found)
+
+
+def candidate_loss(
+    scores_SN: Tensor, q_SN: Tensor, target_S: Tensor, students: Students, loss_weights: dict[str, float], num_slots: int
+) -> tuple[LossSums, Tensor]:
+    """The same terms where a student's law is the softmax of the scores of N tokens of its own, which are its draft vocabulary.
+
+    ``q_SN``: the target's true mass on them; ``target_S``: which of them is the document's token, -1: none. Returns sums and overlaps.
+    """
+    loss, terms_5S, overlap_S = _CandidateLoss.apply(scores_SN, q_SN, target_S, students.weight_S, loss_weights)
+    return _sums(loss, terms_5S, students.weight_S, students.slot_S, loss_weights, num_slots), overlap_S
+
+
+def _sums(loss: Tensor, terms_5S: Tensor, weight_S: Tensor, slot_S: Tensor, loss_weights: dict[str, float], num_slots: int) -> LossSums:
     return LossSums(
         loss=loss,
-        weight=weight_KU.sum(),
-        terms_K={name: stats_K[i] for i, name in enumerate(LOSS_NAMES) if loss_weights.get(name)},
-        hits_K=stats_K[4],
-        count_K=(weight_KU > 0).sum(-1),
+        weight=weight_S.sum(),
+        terms_K={name: slot_sums(terms_5S[i], slot_S, num_slots) for i, name in enumerate(LOSS_NAMES) if loss_weights.get(name)},
+        hits_K=slot_sums(terms_5S[-1], slot_S, num_slots),
+        count_K=slot_sums((weight_S > 0).long(), slot_S, num_slots),
     )
+
+
+def slot_sums(value_S: Tensor, slot_S: Tensor, num_slots: int) -> Tensor:
+    """[K]: sums of ``value_S`` per slot."""
+    return value_S.new_zeros(num_slots).index_add_(0, slot_S, value_S)
 
 
 class _DraftLoss(torch.autograd.Function):
@@ -100,105 +185,206 @@ class _DraftLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        hidden_KUH: Tensor,
+        hidden_SH: Tensor,
         lm_head_DH: Tensor,
+        bias_rows: Tensor | None,
+        bias_Dr: Tensor | None,
+        students: Students,
         teacher: Teacher,
         target_U: Tensor,
-        weight_KU: Tensor,
         loss_weights: dict[str, float],
-    ) -> tuple[Tensor, Tensor]:
-        k, u, h = hidden_KUH.shape
-        d = lm_head_DH.shape[0]
-        need_hidden, need_weight = ctx.needs_input_grad[:2]
-        # Under autocast the three products run in its dtype, softmaxes and sums in float32.
-        device = hidden_KUH.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_KUH.dtype
-        matrix_DH = lm_head_DH.detach().to(dtype)
-        accumulate = torch.float64 if hidden_KUH.dtype == torch.float64 else torch.float32
-        d_hidden_KUH = torch.zeros(hidden_KUH.shape, dtype=dtype, device=hidden_KUH.device) if need_hidden else None
-        d_matrix_DH = torch.zeros(lm_head_DH.shape, dtype=dtype, device=lm_head_DH.device) if need_weight else None
-        loss = torch.zeros((), dtype=accumulate, device=hidden_KUH.device)
-        stats_K = torch.zeros(5, k, dtype=accumulate, device=hidden_KUH.device)
-        chunk = max(1, CHUNK_BYTES // (4 * k * d))
+    ) -> tuple[Tensor, ...]:
+        device = hidden_SH.device.type
+        # Under autocast the products run in its dtype, softmaxes and sums in float32.
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_SH.dtype
+        accumulate = torch.float64 if hidden_SH.dtype == torch.float64 else torch.float32
+        inputs = (hidden_SH, lm_head_DH, bias_rows, bias_Dr)
+        gradients = [
+            torch.zeros(x.shape, dtype=dtype, device=x.device) if x is not None and need else None
+            for x, need in zip(inputs, ctx.needs_input_grad, strict=False)
+        ]
         with torch.autocast(device, enabled=False):
-            for start in range(0, u, chunk):
-                part = slice(start, min(start + chunk, u))
-                hidden_CH = hidden_KUH[:, part].detach().to(dtype).reshape(-1, h)
-                logits_KCD = linear(hidden_CH, matrix_DH).to(accumulate).view(k, -1, d)
-                log_q_CD = teacher.log_law(part).to(accumulate)
-                loss += _chunk_loss(logits_KCD, log_q_CD, target_U[part], weight_KU[:, part], loss_weights, stats_K)
-                d_logits = logits_KCD.view(-1, d).to(dtype)
-                if d_hidden_KUH is not None:
-                    d_hidden_KUH[:, part] = (d_logits @ matrix_DH).view(k, -1, h)
-                if d_matrix_DH is not None:
-                    torch.addmm(d_matrix_DH, d_logits.T, hidden_CH, out=d_matrix_DH)
-        ctx.save_for_backward(*(g for g in (d_hidden_KUH, d_matrix_DH) if g is not None))
-        ctx.needs = (need_hidden, need_weight)
-        ctx.dtypes = (hidden_KUH.dtype, lm_head_DH.dtype)
-        ctx.mark_non_differentiable(stats_K)
-        return loss, stats_K
+            products = _Products(*(None if x is None else x.detach().to(dtype) for x in inputs), *gradients)  # type: ignore[arg-type]
+            loss = torch.zeros((), dtype=accumulate, device=hidden_SH.device)
+            findings = _Findings(students, accumulate)
+            for chunk in _chunks(students.counts_U, lm_head_DH):
+                law = Law.of(teacher.log_law(chunk.teachers).to(accumulate).exp_(), bool(loss_weights.get("kl")))
+                logits_RD = products.logits(chunk.students, students.bias).to(accumulate)
+                bias_CD = products.shared_bias(chunk.teachers, students.bias)
+                target_C = target_U[chunk.teachers]
+                for tile in chunk.tiles(lm_head_DH):
+                    loss += _tile_loss(logits_RD, bias_CD, law, target_C, findings, chunk, tile, loss_weights)
+                products.add_gradients(chunk, logits_RD.to(dtype), None if bias_CD is None else bias_CD.to(dtype), students.bias)
+        ctx.save_for_backward(*gradients)
+        ctx.dtypes = [None if x is None else x.dtype for x in inputs]
+        outcome = findings.outcome
+        found = (outcome.terms_5ck, outcome.overlap_ck, findings.candidates_SN, findings.candidate_q_SN)
+        ctx.mark_non_differentiable(*found)
+        return loss, *found
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = iter(ctx.saved_tensors)
-        out = [(next(gradients) * d_loss).to(dtype) if need else None for need, dtype in zip(ctx.needs, ctx.dtypes, strict=True)]
-        return out[0], out[1], None, None, None, None
+    def backward(ctx: Any, d_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        out = [None if g is None else (g * d_loss).to(dtype) for g, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)]
+        return *out, None, None, None, None
 
 
-def _chunk_loss(
-    logits_KCD: Tensor, log_q_CD: Tensor, target_C: Tensor, weight_KC: Tensor, loss_weights: dict[str, float], stats_K: Tensor
+@dataclass(frozen=True)
+class _Tile:
+    """Teachers of a chunk with ``k`` students each: ranges relative to the chunk."""
+
+    teachers: slice
+    students: slice
+    k: int
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    teachers: slice
+    students: slice
+    counts_C: Sequence[int]
+
+    def tiles(self, matrix_DH: Tensor) -> Iterator[_Tile]:
+        """Runs of teachers with equally many students, small enough for a cache."""
+        rows = _rows_of(_TILE_BYTES, matrix_DH) if matrix_DH.device.type == "cpu" else sum(self.counts_C)
+        teacher = student = 0
+        for k, run in groupby(self.counts_C):
+            left, step = len(list(run)), max(1, rows // max(k, 1))
+            while left:
+                c = min(step, left)
+                yield _Tile(slice(teacher, teacher + c), slice(student, student + c * k), k)
+                teacher, student, left = teacher + c, student + c * k, left - c
+
+
+def rows_in_chunk(matrix_DH: Tensor) -> int:
+    """How many rows of logits are made at a time."""
+    return _rows_of(CHUNK_BYTES if matrix_DH.device.type == "cpu" else _DEVICE_CHUNK_BYTES, matrix_DH)
+
+
+def _rows_of(size: int, matrix_DH: Tensor) -> int:
+    return max(1, size // (4 * len(matrix_DH)))
+
+
+def _chunks(counts_U: Sequence[int], matrix_DH: Tensor) -> Iterator[_Chunk]:
+    """Consecutive teachers whose students' logits stay below the limit (one teacher at least)."""
+    most = rows_in_chunk(matrix_DH)
+    teacher = student = 0
+    while teacher < len(counts_U):
+        end, rows = teacher, 0
+        while end < len(counts_U) and (end == teacher or rows + counts_U[end] <= most):
+            rows += counts_U[end]
+            end += 1
+        yield _Chunk(slice(teacher, end), slice(student, student + rows), counts_U[teacher:end])
+        teacher, student = end, student + rows
+
+
+@dataclass
+class _Products:
+    """The matrix products of a chunk, and where their gradients are gathered (None: not asked for)."""
+
+    hidden_SH: Tensor
+    matrix_DH: Tensor
+    bias_rows: Tensor | None
+    bias_Dr: Tensor | None
+    d_hidden_SH: Tensor | None
+    d_matrix_DH: Tensor | None
+    d_bias_rows: Tensor | None
+    d_bias_Dr: Tensor | None
+
+    def logits(self, part: slice, bias: Bias | None) -> Tensor:
+        """[R, D]; a bias that teachers share is still missing."""
+        logits_RD = linear(self.hidden_SH[part], self.matrix_DH)
+        if bias is not None and not bias.shared:
+            assert self.bias_rows is not None and self.bias_Dr is not None
+            logits_RD.addmm_(self.bias_rows[part], self.bias_Dr.T)
+        return logits_RD
+
+    def shared_bias(self, part: slice, bias: Bias | None) -> Tensor | None:
+        """[C, D], overwritten later by the sum of its students' gradients."""
+        if bias is None or not bias.shared:
+            return None
+        assert self.bias_rows is not None and self.bias_Dr is not None
+        return linear(self.bias_rows[part], self.bias_Dr)
+
+    def add_gradients(self, chunk: _Chunk, d_logits_RD: Tensor, d_bias_CD: Tensor | None, bias: Bias | None) -> None:
+        if self.d_hidden_SH is not None:
+            torch.mm(d_logits_RD, self.matrix_DH, out=self.d_hidden_SH[chunk.students])
+        if self.d_matrix_DH is not None:
+            self.d_matrix_DH.addmm_(d_logits_RD.T, self.hidden_SH[chunk.students])
+        if bias is None:
+            return
+        assert self.bias_rows is not None and self.bias_Dr is not None
+        part, d_rows = (chunk.teachers, d_bias_CD) if bias.shared else (chunk.students, d_logits_RD)
+        assert d_rows is not None
+        if self.d_bias_rows is not None:
+            torch.mm(d_rows, self.bias_Dr, out=self.d_bias_rows[part])
+        if self.d_bias_Dr is not None:
+            self.d_bias_Dr.addmm_(d_rows.T, self.bias_rows[part])
+
+
+class _Findings:
+    """What is learnt about all students: their outcome as [5, S] and [S], their likeliest tokens [S, N] and the target's mass on those."""
+
+    def __init__(self, students: Students, accumulate: torch.dtype) -> None:
+        weight_S, n = students.weight_S, students.candidates
+        self.weight_S = weight_S
+        self.outcome = Outcome.empty(weight_S.shape, weight_S.new_empty(0, dtype=accumulate))
+        self.candidates_SN = torch.zeros(len(weight_S), n, dtype=torch.long, device=weight_S.device)
+        self.candidate_q_SN = torch.zeros(len(weight_S), n, dtype=accumulate, device=weight_S.device)
+
+    def of(self, rows: slice, k: int) -> Outcome:
+        """Views of some students' outcome, k of each teacher."""
+        return Outcome(self.outcome.terms_5ck[:, rows].unflatten(1, (-1, k)), self.outcome.overlap_ck[rows].view(-1, k))
+
+    def note_candidates(self, rows: slice, logits_ckD: Tensor, law: Law) -> None:
+        n = self.candidates_SN.shape[1]
+        if n:
+            top_ckN = logits_ckD.topk(n, dim=-1).indices
+            self.candidates_SN[rows] = top_ckN.flatten(0, 1)
+            self.candidate_q_SN[rows] = law.q_cD[:, None].expand_as(logits_ckD).gather(-1, top_ckN).flatten(0, 1)
+
+
+def _tile_loss(
+    logits_RD: Tensor,
+    bias_CD: Tensor | None,
+    law: Law,
+    target_C: Tensor,
+    findings: _Findings,
+    chunk: _Chunk,
+    tile: _Tile,
+    loss_weights: dict[str, float],
 ) -> Tensor:
-    """Weighted loss of one chunk. ``logits_KCD`` is overwritten by its own gradient, ``stats_K`` [5, K] is added to.
+    """Weighted loss of one tile. Its logits are overwritten by their gradient, its shared bias by the sum of its students' gradients."""
+    own = slice(chunk.students.start + tile.students.start, chunk.students.start + tile.students.stop)
+    logits_ckD = logits_RD[tile.students].view(-1, tile.k, logits_RD.shape[-1])
+    if bias_CD is not None:
+        logits_ckD += bias_CD[tile.teachers, None]
+    law = law[tile.teachers]
+    findings.note_candidates(own, logits_ckD, law)
+    weight_ck = findings.weight_S[own].view(-1, tile.k)
+    loss = terms_and_gradient(logits_ckD, law, target_C[tile.teachers], weight_ck, loss_weights, findings.of(own, tile.k))
+    if bias_CD is not None:
+        bias_CD[tile.teachers] = logits_ckD.sum(1).to(bias_CD.dtype)
+    return loss
 
-    Every gradient is ``a·p − b·p·[p<q] − c·q − e·onehot`` with a, b, c, e per row, so terms are summed as coefficients first.
-    """
-    ce_w, kl_w, tv_w, lk_w = (loss_weights.get(name, 0.0) for name in LOSS_NAMES)
-    counted_KC = weight_KC > 0
-    top_KC, best_KC = logits_KCD.max(-1)
-    inside_C = target_C >= 0
-    index_KC1 = target_C.clamp(min=0).expand(len(weight_KC), -1)[..., None]
-    logits_KCD -= top_KC[..., None]
-    chosen_KC = logits_KCD.gather(-1, index_KC1)[..., 0]
-    mean_logit_KC = (logits_KCD * log_q_CD.exp()).sum(-1) if kl_w else None
-    p_KCD = logits_KCD.exp_()
-    total_KC = p_KCD.sum(-1)
-    p_KCD /= total_KC[..., None]
-    log_total_KC = total_KC.log()
 
-    loss_KC = torch.zeros_like(total_KC)
-    a_KC = torch.zeros_like(total_KC)
-    ce_KC = torch.where(inside_C, log_total_KC - chosen_KC, 0.0)
-    if ce_w:
-        loss_KC += ce_w * ce_KC
-        a_KC += ce_w * inside_C
-        stats_K[0] += (ce_KC * counted_KC).sum(-1)
-    q_CD = log_q_CD.exp()
-    if kl_w:
-        mass_C = q_CD.sum(-1)
-        assert mean_logit_KC is not None
-        kl_KC = torch.special.xlogy(q_CD, q_CD).sum(-1) - (mean_logit_KC - mass_C * log_total_KC)
-        loss_KC += kl_w * kl_KC
-        a_KC += kl_w * mass_C
-        stats_K[1] += (kl_KC * counted_KC).sum(-1)
-    if tv_w or lk_w:
-        below_KCD = p_KCD < q_CD
-        below_mass_KC = (p_KCD * below_KCD).sum(-1)
-        overlap_KC = torch.minimum(p_KCD, q_CD).sum(-1)
-        safe_KC = overlap_KC.clamp(min=_LEAST_OVERLAP)
-        loss_KC += tv_w * (1 - overlap_KC) - lk_w * safe_KC.log()
-        slope_KC = tv_w + lk_w / safe_KC
-        a_KC += slope_KC * below_mass_KC
-        stats_K[2] += ((1 - overlap_KC) * counted_KC).sum(-1)
-        stats_K[3] -= (safe_KC.log() * counted_KC).sum(-1)
-        # p·(a − slope·[p<q]) in place
-        factor_KCD = below_KCD.to(p_KCD.dtype).mul_(-(slope_KC * weight_KC)[..., None]).add_((a_KC * weight_KC)[..., None])
-        p_KCD *= factor_KCD
-    else:
-        p_KCD *= (a_KC * weight_KC)[..., None]
-    if kl_w:
-        p_KCD -= q_CD * (kl_w * weight_KC)[..., None]
-    if ce_w:
-        p_KCD.scatter_add_(-1, index_KC1, (-ce_w * weight_KC * inside_C)[..., None].to(p_KCD.dtype))
-    stats_K[4] += ((best_KC == target_C) & counted_KC).sum(-1)
-    return (loss_KC * weight_KC).sum()
+class _CandidateLoss(torch.autograd.Function):
+    """The terms over a handful of tokens of each student's own."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, scores_SN: Tensor, q_SN: Tensor, target_S: Tensor, weight_S: Tensor, loss_weights: dict[str, float]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        work_S1N = scores_SN.detach().to(q_SN.dtype)[:, None].clone()
+        outcome = Outcome.empty((len(q_SN), 1), q_SN)
+        law = Law.of(q_SN, bool(loss_weights.get("kl")))
+        loss = terms_and_gradient(work_S1N, law, target_S, weight_S[:, None], loss_weights, outcome)
+        ctx.save_for_backward(work_S1N[:, 0].to(scores_SN.dtype))
+        terms_5S, overlap_S = outcome.terms_5ck[..., 0], outcome.overlap_ck[:, 0]
+        ctx.mark_non_differentiable(terms_5S, overlap_S)
+        return loss, terms_5S, overlap_S
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.saved_tensors[0] * d_loss, None, None, None, None

@@ -4,74 +4,45 @@ Decoding is bound by reading the weights, so sixteen rows cost little more than 
 done leaves at once, and when a quarter of the places is free, waiting ones are prefilled together and join. Waiting conversations
 are taken by length, longest first, so that those prefilled together need little padding and memory peaks early.
 
-Every conversation draws from random numbers of its own, seeded by ``sampling.seed``, its prompt and the turn; a token is drawn by inverse
-transform from one uniform. So its answer does not depend on which other conversations there are, nor on a resumed run, beyond what
-rounding does to the logits.
-
-A conversation of several turns goes back to the queue after each answer, with the template's ids for the next user turn appended.
+Every turn draws from random numbers of its own (``turns.py``); a token is drawn by inverse transform from one uniform. So an answer
+does not depend on its company, beyond what rounding does to the logits. A conversation of several turns goes back to the queue after
+each answer.
 
 Legend: B rows decoded together, T columns, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
-import hashlib
 from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from spectrain.console import say
 from spectrain.data.chat import ChatTemplate
 from spectrain.data.prompts import Conversation
 from spectrain.data.responses import Response, Sampling
 from spectrain.decoding.verify import Law, sample, truncated_log_probs
-from spectrain.errors import InputError
+from spectrain.engines.turns import Dialogue, Turns
 from spectrain.target.cache import TargetCache, open_cache
 from spectrain.target.cpu_attention import cpu_attention
 from spectrain.target.model import TargetModel
 
 
 @dataclass
-class Dialogue:
-    """A conversation under way: its ids so far, the mask of those the target generated, and the turn being answered."""
+class DrawnDialogue(Dialogue):
+    """A conversation with the random numbers that its current turn is drawn by."""
 
-    conversation: Conversation
-    split: str
-    key: str
-    ids: list[int]
-    mask: list[int]
-    turn: int = 0
-    room: int = 0  # tokens this turn may still generate
     uniforms: Tensor = field(default_factory=lambda: torch.empty(0))  # one for each token of the turn, [limit] float64
-    finish_reason: str = ""  # of the current turn; empty while it is being answered
 
     def begin_turn(self, limit: int, seed: int) -> None:
-        """Get ready to answer the turn whose prompt the ids end with, in at most ``limit`` tokens."""
-        digest = hashlib.sha256(f"{seed}/{self.conversation.prompt_digest()}/{self.turn}".encode()).digest()
-        random = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)  # manual_seed takes 63 bits
+        super().begin_turn(limit, seed)
+        random = torch.Generator().manual_seed(self.turn_seed(seed))
         self.uniforms = torch.rand(limit, generator=random, dtype=torch.float64)
-        self.room, self.finish_reason = limit, ""
 
     def next_uniform(self) -> Tensor:
         return self.uniforms[len(self.uniforms) - self.room]
-
-    def commit(self, token: int, end_ids: frozenset[int]) -> None:
-        """Take a generated token. An answer cut by the limit is never closed with an end token that the target did not generate."""
-        self.ids.append(token)
-        self.mask.append(1)
-        self.room -= 1
-        if token in end_ids:
-            self.finish_reason = "stop"
-        elif self.room == 0:
-            self.finish_reason = "length"
-
-    def response(self, sampling: Sampling) -> Response:
-        ids, mask = np.array(self.ids, dtype=np.int32), np.array(self.mask, dtype=np.uint8)
-        return Response(self.conversation, ids, mask, self.finish_reason, sampling, self.conversation.domain, self.split, self.key)
 
 
 class ResponseGenerator:
@@ -91,49 +62,23 @@ class ResponseGenerator:
         prefill_tokens: int,
         on_tokens: Callable[[int], None] | None = None,
     ) -> None:
-        self._target, self._template, self._end_ids = target, template, frozenset(end_ids)
+        self._target, self._turns = target, Turns(DrawnDialogue, template, end_ids, sampling, max_length)
         self._sampling, self._law = sampling, Law(sampling.temperature, sampling.top_p, sampling.top_k)
-        self._max_length, self._batch_size, self._prefill_tokens, self._on_tokens = max_length, batch_size, prefill_tokens, on_tokens
+        self._batch_size, self._prefill_tokens, self._on_tokens = batch_size, prefill_tokens, on_tokens
 
-    def prepare(self, conversations: Sequence[tuple[Conversation, str]], keys: Sequence[str]) -> list[Dialogue]:
-        """Tokenise all conversations, so that every one that cannot be answered is found before the first token is generated.
+    def prepare(self, conversations: Sequence[tuple[Conversation, str]], keys: Sequence[str]) -> list[DrawnDialogue]:
+        """Tokenise all conversations; see ``Turns.prepare``."""
+        return self._turns.prepare(conversations, keys)
 
-        Raises ``InputError`` naming the first prompt that leaves no room for an answer within ``max_length``.
-        """
-        dialogues, too_long, cut = [], [], 0
-        for (conversation, split), key in zip(conversations, keys, strict=True):
-            if conversation.answers is not None:
-                ids, mask = self._template.render_answered(conversation)
-                cut += len(ids) > self._max_length
-                dialogue = Dialogue(conversation, split, key, ids[: self._max_length], mask[: self._max_length], finish_reason="imported")
-                has_room = any(dialogue.mask)
-            else:
-                ids = self._template.first_prompt_ids(conversation)
-                dialogue = Dialogue(conversation, split, key, ids, [0] * len(ids))
-                has_room = len(ids) < self._max_length
-            dialogues.append(dialogue)
-            if not has_room:
-                too_long.append((conversation, len(ids)))
-        if too_long:
-            conversation, length = too_long[0]
-            raise InputError(
-                f"{conversation.where}: prompt {conversation.id} is too long, with its answer it takes more than "
-                f"target.max_length={self._max_length} tokens ({length} without); {len(too_long)} such prompts: raise target.max_length or "
-                f"remove them"
-            )
-        if cut:
-            say(f"note: {cut} imported conversations are longer than target.max_length={self._max_length} tokens and are cut there")
-        return dialogues
-
-    def run(self, dialogues: Sequence[Dialogue]) -> Iterator[Response]:
+    def run(self, dialogues: Sequence[DrawnDialogue]) -> Iterator[Response]:
         """Yields each response when it is done."""
-        waiting: list[Dialogue] = []  # ascending by length: the longest is taken first, from the end
+        waiting: list[DrawnDialogue] = []  # ascending by length: the longest is taken first, from the end
         for dialogue in dialogues:
             if dialogue.finish_reason == "imported":
                 yield dialogue.response(self._sampling)
             else:
                 self._enqueue(waiting, dialogue)
-        rows: list[Dialogue] = []
+        rows: list[DrawnDialogue] = []
         cache: TargetCache | None = None
         while waiting or rows:
             free = self._batch_size - len(rows)
@@ -151,29 +96,16 @@ class ResponseGenerator:
                 rows = [rows[b] for b in alive]
                 cache = _selected(cache, alive)
             for dialogue in finished:
-                if self._continues(dialogue):
+                if self._turns.advance(dialogue):
                     self._enqueue(waiting, dialogue)
                 else:
                     yield dialogue.response(self._sampling)
 
-    def _enqueue(self, waiting: list[Dialogue], dialogue: Dialogue) -> None:
-        limit = min(self._sampling.max_new_tokens, self._max_length - len(dialogue.ids))
-        dialogue.begin_turn(limit, self._sampling.seed)
+    def _enqueue(self, waiting: list[DrawnDialogue], dialogue: DrawnDialogue) -> None:
+        self._turns.begin(dialogue)
         insort(waiting, dialogue, key=lambda other: len(other.ids))
 
-    def _continues(self, dialogue: Dialogue) -> bool:
-        """Append the next user turn, if there is one and the document has room for it and an answer."""
-        if dialogue.finish_reason != "stop" or dialogue.turn + 1 == len(dialogue.conversation.turns):
-            return False
-        ids = self._template.next_prompt_ids(dialogue.conversation, dialogue.turn + 1, dialogue.ids)
-        if len(dialogue.ids) + len(ids) >= self._max_length:
-            return False
-        dialogue.turn += 1
-        dialogue.ids += ids
-        dialogue.mask += [0] * len(ids)
-        return True
-
-    def _prefill(self, joining: list[Dialogue], cache: TargetCache | None) -> TargetCache:
+    def _prefill(self, joining: list[DrawnDialogue], cache: TargetCache | None) -> TargetCache:
         """Run whole prompts, draw the first token of each, and append the rows to the cache."""
         lengths = [len(dialogue.ids) for dialogue in joining]
         ids_BT = torch.zeros(len(joining), max(lengths), dtype=torch.long)
@@ -190,7 +122,7 @@ class ResponseGenerator:
         cache.extend(joined)
         return cache
 
-    def _decode(self, rows: list[Dialogue], cache: TargetCache) -> None:
+    def _decode(self, rows: list[DrawnDialogue], cache: TargetCache) -> None:
         """One more token for every row."""
         ids_B1 = torch.tensor([row.ids[-1:] for row in rows], device=self._target.device)
         ones = [1] * len(rows)
@@ -199,7 +131,7 @@ class ResponseGenerator:
         cache.keep(ones)
         self._draw(rows, output.last_hidden_BSH[:, -1])
 
-    def _draw(self, rows: list[Dialogue], last_hidden_BH: Tensor) -> None:
+    def _draw(self, rows: list[DrawnDialogue], last_hidden_BH: Tensor) -> None:
         logits_BV = self._target.logits(last_hidden_BH)
         if self._law.greedy:
             tokens_B = logits_BV.argmax(-1)
@@ -207,7 +139,7 @@ class ResponseGenerator:
             uniforms_B = torch.stack([row.next_uniform() for row in rows]).to(logits_BV.device)
             tokens_B = sample(truncated_log_probs(logits_BV, self._law).exp(), uniforms_B)
         for row, token in zip(rows, tokens_B.tolist(), strict=True):
-            row.commit(token, self._end_ids)
+            row.commit(token, self._turns.end_ids)
         if self._on_tokens is not None:
             self._on_tokens(len(rows))
 

@@ -53,7 +53,10 @@ class Answer:
 class Service(Protocol):
     """A running target. ``RunError`` from any method quotes the last error lines of its log."""
 
-    capacity: int  # requests that may be under way together without one waiting for long
+    @property
+    def capacity(self) -> int:
+        """Requests that may be under way together without one waiting for long; falls when a part of the service is lost."""
+        ...
 
     def submit(self, request: Request) -> None: ...
 

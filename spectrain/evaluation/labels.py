@@ -7,12 +7,22 @@ from collections.abc import Callable, Sequence
 from spectrain.evaluation.record import EvaluationRecord, Interval
 
 MISSING = "–"
-METHOD_LABELS = {"none": "no speculation", "ngram": "n-gram", "eagle3": "EAGLE-3 drafter"}
+METHOD_LABELS = {
+    "none": "no speculation",
+    "ngram": "n-gram",
+    "eagle3": "EAGLE-3 drafter",
+    "dflash": "DFlash drafter",
+    "dspark": "DSpark drafter",
+    "dflash2": "DFlash2 drafter",
+}
+
+POLICY_LABELS = {"fixed": "all drafts", "threshold": "threshold", "scheduler": "scheduler"}
 
 # What tells two records of one method apart, in the order of interest.
 _DETAILS: tuple[Callable[[EvaluationRecord], str], ...] = (
     lambda record: f"n = {record.num_speculative_tokens}",
     lambda record: f"T = {record.temperature:g}",
+    lambda record: POLICY_LABELS.get(record.draft_policy, record.draft_policy),
     lambda record: record.suite,
     lambda record: record.engine,
     lambda record: f"{record.concurrency} at a time",
@@ -70,6 +80,11 @@ def interval_text(interval: Interval | None, digits: int = 2) -> str:
 def share_text(share: float | None) -> str:
     """``.481``, as the field writes acceptance by position; ``1.000`` for all."""
     return MISSING if share is None else f"{share:.3f}".removeprefix("0")
+
+
+def served_by(record: EvaluationRecord) -> str:
+    """Who decoded: our own loop, or vLLM."""
+    return "loop" if record.engine == "hf" else "vLLM"
 
 
 def promise_verdict(record: EvaluationRecord) -> tuple[str, bool] | None:

@@ -7,7 +7,7 @@ limit cut are left out, because how many of their drafts would have stood was no
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -19,13 +19,16 @@ class Round:
     """One verification by the target.
 
     anchor: position in the text of the last token committed before. drafted: drafts proposed. accepted: drafts that became text.
-    cut: the length limit ended the text while every draft so far had stood and more were to come.
+    cut: the length limit ended the text while every draft so far had stood and more were to come. drafts: their ids, where they are known.
+    confidence: what the drafter said of each, where it says so. Rounds are equal if their outcomes are.
     """
 
     anchor: int
     drafted: int
     accepted: int
     cut: bool = False
+    drafts: tuple[int, ...] = field(default=(), compare=False)
+    confidence: tuple[float, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import matplotlib as mpl
 from markupsafe import Markup, escape
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from spectrain.evaluation.record import Interval
 
@@ -181,6 +181,42 @@ def draft_length_figure(by_n: Sequence[tuple[int, float]]) -> Markup:
         axes.set_xlabel("draft tokens per round")
         axes.margins(x=0.08, y=0.2)
         return _svg(figure, "Walk acceptance length by draft tokens: " + ", ".join(f"{n}: {length:.2f}" for n, length in by_n))
+
+
+def reliability_figure(calibrated: Sequence[tuple[float, float, int]], raw: Sequence[tuple[float, float, int]]) -> Markup:
+    """Predicted chance against the share that came true, one dot a bin, its area by the number of predictions; right is on the diagonal."""
+    with mpl.rc_context(_STYLE):
+        figure, axes = _canvas(height_in=3.0)
+        axes.plot([0, 1], [0, 1], color=MUTED, linewidth=0.8)
+        for bins, colour, width in ((raw, PLAIN, 1.0), (calibrated, ACCENT, 1.6)):
+            if not bins:
+                continue
+            most = max(count for _, _, count in bins)
+            predicted, happened, _ = zip(*bins, strict=True)
+            axes.plot(predicted, happened, color=colour, linewidth=width)
+            axes.scatter(predicted, happened, s=[8 + 72 * count / most for _, _, count in bins], color=colour)
+        axes.set_xlim(-0.03, 1.03)
+        axes.set_ylim(-0.03, 1.03)
+        axes.set_aspect("equal")
+        ticks = [0, 0.25, 0.5, 0.75, 1]
+        axes.set_xticks(ticks, ["0", ".25", ".5", ".75", "1"])
+        axes.set_yticks(ticks, ["0", ".25", ".5", ".75", "1"])
+        axes.set_xlabel("predicted chance to stand")
+        words = ", ".join(f"{_share(predicted)} came true {_share(happened)}" for predicted, happened, _ in calibrated)
+        return _svg(figure, f"Predicted survival and the share that stood: {words}")
+
+
+def cost_figure(points: Sequence[tuple[int, float]], label: str) -> Markup:
+    """Steps a second by the number of tokens in the target's pass."""
+    with mpl.rc_context(_STYLE):
+        figure, axes = _canvas(height_in=2.3)
+        tokens, rates = zip(*points, strict=True)
+        axes.plot(tokens, rates, "o-", color=ACCENT, markersize=4)
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.set_ylim(0, 1.1 * max(rates))
+        axes.set_xlabel("tokens in the target's pass")
+        return _svg(figure, f"Steps per second, {label}: " + ", ".join(f"{count}: {rate:.1f}" for count, rate in points))
 
 
 def _canvas(height_in: float) -> tuple[Figure, Axes]:

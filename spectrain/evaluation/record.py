@@ -18,8 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from spectrain.config import DRAFT_POLICIES
 from spectrain.errors import InputError, RunError
 from spectrain.evaluation.metrics import AcceptanceStats, Round, acceptance, bootstrap_ratio_interval
+from spectrain.evaluation.reliability import ConfidenceStats
 from spectrain.files import write_atomically
 
 Interval = tuple[float, float]
@@ -46,7 +48,8 @@ class Conditions:
     """What was measured, on what, and how: known before the first prompt.
 
     drafter: folder or Hub id, ``None`` for methods without one. num_speculative_tokens: the most drafts of a round, 0 without speculation.
-    top_p = 1 and top_k = 0 are off. concurrency: conversations decoded together.
+    top_p = 1 and top_k = 0 are off. concurrency: conversations decoded together. draft_policy: which drafts of a round are verified
+    (fixed: all, threshold, scheduler), draft_threshold: the threshold of that policy.
     """
 
     target: str
@@ -64,6 +67,8 @@ class Conditions:
     concurrency: int
     thinking: bool = False
     max_new_tokens: int | None = None
+    draft_policy: str = "fixed"
+    draft_threshold: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +78,8 @@ class EvaluationRecord(Conditions):
     acceptance_length counts the bonus token; rounds, drafted_tokens and accepted_tokens are of complete rounds (``cut_rounds`` were ended
     by the length limit and are left out). acceptance_per_position is unconditional, as vLLM reports it. Intervals are 95 % bootstrap
     intervals over prompts. speedup: the baseline's seconds for as many tokens, over this method's. output_identical: the ids equal the
-    baseline's, prompt by prompt; ``None`` above temperature 0. walk_*: what the walk promised for the same prompts.
+    baseline's, prompt by prompt; ``None`` above temperature 0. walk_*: what the walk promised for the same prompts. confidence: whether a
+    drafter's confidence was right, measured where all drafts are verified.
     """
 
     num_prompts: int
@@ -98,6 +104,7 @@ class EvaluationRecord(Conditions):
     walk_acceptance_length: float | None = None
     walk_acceptance_length_interval: Interval | None = None
     walk_rounds: int | None = None
+    confidence: ConfidenceStats | None = None
     schema_version: int = field(default=1)
 
     @property
@@ -106,8 +113,10 @@ class EvaluationRecord(Conditions):
         return self.drafter is not None
 
     def file_name(self) -> str:
-        """Distinct for each (suite, engine, method, number of speculative tokens, temperature)."""
-        parts = (self.suite, self.engine, self.method, f"n{self.num_speculative_tokens}", f"t{self.temperature:g}")
+        """Distinct for each (suite, engine, method, number of speculative tokens, temperature, draft policy, concurrency)."""
+        parts = [self.suite, self.engine, self.method, f"n{self.num_speculative_tokens}", f"t{self.temperature:g}"]
+        parts += [self.draft_policy] if self.draft_policy != "fixed" else []
+        parts += [f"c{self.concurrency}"] if self.concurrency > 1 else []
         return re.sub(r"[^A-Za-z0-9._-]+", "_", "-".join(parts)) + ".json"
 
     def write(self, folder: str | Path) -> Path:
@@ -126,6 +135,7 @@ def build_record(
     draft_s_per_round: float | None = None,
     verify_s_per_round: float | None = None,
     peak_memory_bytes: int | None = None,
+    confidence: ConfidenceStats | None = None,
 ) -> EvaluationRecord:
     """The record of ``results``, one per prompt.
 
@@ -165,6 +175,7 @@ def build_record(
         walk_acceptance_length=None if walk is None else _measured(walk.acceptance_length),
         walk_acceptance_length_interval=None if walk is None else walk.interval,
         walk_rounds=None if walk is None else walk.rounds,
+        confidence=confidence,
     )
 
 
@@ -235,7 +246,9 @@ def read_record(path: str | Path) -> EvaluationRecord:
     problems += [f"field {name} has a wrong type" for name, value in values.items() if name in hints and not _fits(value, hints[name])]
     if problems:
         raise InputError(f"{path} is not an evaluation record of this version ({problems[0]}): run `spectrain eval` again.")
-    fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    fields = {name: _frozen(value) for name, value in values.items()}
+    if fields.get("confidence") is not None:
+        fields["confidence"] = ConfidenceStats(**fields["confidence"])
     return EvaluationRecord(**fields)
 
 
@@ -243,7 +256,21 @@ def read_records(folder: str | Path) -> list[EvaluationRecord]:
     """All records of a folder: without speculation first, then n-gram, then drafters; by suite and number of drafts within each."""
     records = [read_record(path) for path in sorted(Path(folder).glob("*.json"))]
     order = {"none": 0, "ngram": 1}
-    return sorted(records, key=lambda r: (r.suite, r.temperature, order.get(r.method, 2), r.method, r.num_speculative_tokens))
+    policies = {name: place for place, name in enumerate(DRAFT_POLICIES)}
+    return sorted(
+        records,
+        key=lambda r: (
+            *(r.suite, r.temperature, order.get(r.method, 2), r.method, r.num_speculative_tokens),
+            *(r.concurrency, policies.get(r.draft_policy, len(policies))),
+        ),
+    )
+
+
+def _frozen(value: Any) -> Any:
+    """Lists, at any depth, as tuples."""
+    if isinstance(value, dict):
+        return {name: _frozen(entry) for name, entry in value.items()}
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
 def _fits(value: Any, hint: Any) -> bool:
@@ -256,6 +283,9 @@ def _fits(value: Any, hint: Any) -> bool:
             return False
         items = items[:1] * len(value) if items[-1] is Ellipsis else items
         return len(items) == len(value) and all(_fits(item, kind) for item, kind in zip(value, items, strict=True))
+    if dataclasses.is_dataclass(hint):
+        fields = typing.get_type_hints(hint)
+        return isinstance(value, dict) and value.keys() == fields.keys() and all(_fits(value[name], fields[name]) for name in fields)
     if hint is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
     if hint is int:

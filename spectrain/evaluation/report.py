@@ -24,9 +24,11 @@ from spectrain.evaluation.labels import (
     interval_text,
     number,
     promise_verdict,
+    served_by,
     share_text,
     shared_conditions,
 )
+from spectrain.evaluation.policy_table import confidence_rows, policy_rows
 from spectrain.evaluation.record import EvaluationRecord, Interval
 from spectrain.files import write_atomically
 
@@ -57,14 +59,16 @@ class ReportInputs:
     """Everything the report shows; what is left empty is left out.
 
     title: the run's name. target: as the reader knows it. created: a date, as text. records: evaluation records, the first one of a
-    drafter makes the headline. training: the trainer's metrics lines, ``{"step", "loss", …}`` and ``{"step", "walk_acceptance_length",
-    "walk_interval", "walk_acceptance_length_by_n", …}``. Facts are pairs of name and text. config_yaml: the resolved configuration.
+    drafter makes the headline. step_costs: (what was measured, (tokens in the target's pass, steps a second)). training: the trainer's
+    metrics lines, ``{"step", "loss", …}`` and ``{"step", "walk_acceptance_length", "walk_interval", "walk_acceptance_length_by_n", …}``.
+    Facts are pairs of name and text. config_yaml: the resolved configuration.
     """
 
     title: str
     target: str
     created: str = ""
     records: Sequence[EvaluationRecord] = ()
+    step_costs: Sequence[tuple[str, Sequence[tuple[int, float]]]] = ()
     training: Sequence[Mapping[str, Any]] = ()
     examples: Sequence[ExampleText] = ()
     drafter_facts: Sequence[Fact] = ()
@@ -92,6 +96,9 @@ def render_report(inputs: ReportInputs) -> str:
         methods=list(_method_rows(inputs.records, main)),
         method_figures=list(_method_figures(inputs.records, main)),
         position_figures=list(_position_figures(inputs.records, main)),
+        policies=list(policy_rows(inputs.records)),
+        confidence=confidence_rows(main),
+        confidence_figures=list(_confidence_figures(inputs, main)),
         training_figures=list(_training_figures(inputs.training)),
         examples=[_Example(example) for example in inputs.examples],
     )
@@ -130,7 +137,7 @@ def _headline(inputs: ReportInputs, main: EvaluationRecord) -> _Headline:
     if verdict is not None:
         words, kept = verdict
         pair = f"{number(main.walk_acceptance_length, digits=3)} → {number(main.acceptance_length, digits=3)}"
-        numbers.append(_BigNumber("promised → served", pair, f"walk → loop: {words}", kept))
+        numbers.append(_BigNumber("promised → served", pair, f"walk → {served_by(main)}: {words}", kept))
     remark = {None: "", True: "Its output is identical, token for token.", False: "Its output differs from plain greedy decoding."}
     return _Headline(sentence + ".", numbers, remark[main.output_identical])
 
@@ -192,6 +199,15 @@ def _position_figures(records: Sequence[EvaluationRecord], main: EvaluationRecor
     yield _Figure(
         "Accepted, if all before were", plots.conditional_figure(conditional), "share of the rounds that reached this position", legend
     )
+
+
+def _confidence_figures(inputs: ReportInputs, main: EvaluationRecord | None) -> Iterator[_Figure]:
+    if main is not None and main.confidence is not None:
+        svg = plots.reliability_figure(main.confidence.bins, main.confidence.raw_bins)
+        legend = [("calibrated", True), ("as the drafter says", False)]
+        yield _Figure("Predicted and true", svg, f"survival of drafts in {main.confidence.rounds:,} rounds, all positions", legend)
+    for label, points in inputs.step_costs:
+        yield _Figure("What a step costs", plots.cost_figure(points, label), f"steps a second, {label}")
 
 
 def _training_figures(training: Sequence[Mapping[str, Any]]) -> Iterator[_Figure]:

@@ -9,7 +9,16 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from spectrain.evaluation.labels import MISSING, distinct_names, interval_text, number, promise_verdict, share_text, shared_conditions
+from spectrain.evaluation.labels import (
+    MISSING,
+    distinct_names,
+    interval_text,
+    number,
+    promise_verdict,
+    served_by,
+    share_text,
+    shared_conditions,
+)
 from spectrain.evaluation.record import EvaluationRecord, Interval
 
 
@@ -59,6 +68,6 @@ def _promise(name: str, record: EvaluationRecord) -> Text | None:
         return None
     words, kept = verdict
     line = Text(f"{name}: promised (walk) τ = {number(record.walk_acceptance_length, digits=3)}")
-    line.append(f", served (loop) τ = {number(record.acceptance_length, digits=3)}: ")
+    line.append(f", served ({served_by(record)}) τ = {number(record.acceptance_length, digits=3)}: ")
     line.append(words, style="bold green" if kept else "bold yellow")
     return line

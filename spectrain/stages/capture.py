@@ -41,18 +41,23 @@ def capture(context: Context) -> None:
         responses = ResponseStore(run_dir.responses).load(list(context.splits), context.splits)
         meta = context.store_meta()
         everything = sum(len(response.input_ids) for response in responses) * bytes_per_token(meta)  # buffers need be no larger
-        with StateStoreWriter(run_dir.states, meta, min(context.config.states.shard_bytes, everything)) as writer:
+        shard_bytes = min(context.config.states.shard_bytes, everything)
+        with StateStoreWriter(run_dir.states, meta, shard_bytes) as writer:
+            context.capturing.adopt_leftovers(writer, responses)
             done = writer.done_keys()
             todo = [response for response in responses if response.key not in done]
             if todo:
-                _capture(context, writer, todo)
+                _capture(context, writer, todo, shard_bytes)
         store = StateStore(run_dir.states)
         outputs |= {"documents": len(store), "tokens": int(store.lengths.sum()), "bytes": store.total_bytes, "taps": list(context.taps)}
     say(f"capture: states of {outputs['documents']} documents, {outputs['tokens']:,} tokens, {outputs['bytes'] / 1e6:,.0f} MB")
 
 
-def _capture(context: Context, writer: StateStoreWriter, todo: list[Response]) -> None:
+def _capture(context: Context, writer: StateStoreWriter, todo: list[Response], shard_bytes: int) -> None:
     with ProgressBar("capture", total=sum(len(response.input_ids) for response in todo), unit="tokens") as bar:
+        if context.config.engine.name != "hf":
+            context.capturing.shards(writer, todo, shard_bytes, bar.advance)
+            return
         for states in context.engine.capture(todo, context.taps, context.states_dtype):
             writer.add(states)
             bar.advance(len(states.input_ids))

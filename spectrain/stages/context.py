@@ -22,6 +22,10 @@ from spectrain.drafters.build import resolve_taps
 from spectrain.drafters.folder import read_shape
 from spectrain.engines.base import Engine
 from spectrain.engines.hf import HFEngine
+from spectrain.engines.served import ServedEngine
+from spectrain.engines.served_capture import ServedCapture
+from spectrain.engines.service import Service
+from spectrain.engines.services import open_service
 from spectrain.errors import RunError
 from spectrain.files import write_atomically
 from spectrain.run_dir import RunDir
@@ -83,7 +87,25 @@ class Context:
     @cached_property
     def engine(self) -> Engine:
         """Who runs the target for generate and capture."""
+        if self.config.engine.name != "hf":
+            length = self.config.target.max_length
+            return ServedEngine(self.target, self.template, self.eos_ids, length, self.open_service, self.capturing)
         return HFEngine(self.model, self.target, self.config.engine, self.config.target.max_length)
+
+    @cached_property
+    def capturing(self) -> ServedCapture:
+        """How states are captured from a served target."""
+        return ServedCapture(self.open_service, self.config.engine, self.config.target, self.target, self.spec)
+
+    def open_service(self, purpose: str, extra_args: Mapping[str, Any], record_rounds: bool = False) -> Service:
+        """The target, run by vLLM, for one purpose; see ``engines/services.py``. The caller closes it."""
+        config = self.config
+        return open_service(config.engine, config.target, self.target.folder, self.logs, purpose, extra_args, record_rounds)
+
+    @property
+    def logs(self) -> Path:
+        """Where the output of other programs goes."""
+        return self.run_dir.path / "logs"
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -130,7 +152,7 @@ class Context:
     def taps(self) -> tuple[int, ...]:
         """The taps to capture: those of the drafter that is trained on, the configured ones, or the target's default."""
         if self.config.drafter.path is not None:
-            return read_shape(Path(self.config.drafter.path).expanduser()).taps
+            return read_shape(Path(self.config.drafter.path).expanduser(), self.spec.default_taps()).taps
         return resolve_taps(self.config.drafter, self.spec)
 
     @property

@@ -1,52 +1,68 @@
 """Stage ``eval``: the drafter in the speculative loop, beside no speculation and n-gram lookup. Writes ``eval/`` and ``report.html``.
 
+With a vLLM engine, vLLM decodes instead (``evaluate_served.py``).
+
 All methods answer the same prompts in the same process, one after the other, so that throughputs can be compared; the baseline is
 measured again for every record. At temperature 0 the outputs must be the same, token for token, and the record says whether they are.
 """
 
 from __future__ import annotations
 
+import json
 import resource
 import sys
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import metadata
+from typing import Any
 
 import torch
 
-from spectrain.console import ProgressBar, say, stdout
+from spectrain.config import SpectrainConfig
+from spectrain.console import say, stdout
 from spectrain.data.prompts import Conversation
 from spectrain.data.responses import response_key
 from spectrain.data.states import INDEX_NAME
+from spectrain.decoding.confidence import DraftPolicy
 from spectrain.decoding.loop import GenerationResult, LoopTiming, speculative_generate
 from spectrain.decoding.proposers import NGramProposer, Proposer
+from spectrain.decoding.scheduler import CONTEXT_TOKENS, measure_step_cost
 from spectrain.drafters.base import Drafter
-from spectrain.drafters.folder import CONFIG, WEIGHTS, load_drafter
-from spectrain.errors import InputError
+from spectrain.drafters.folder import load_drafter
+from spectrain.drafters.served import drafter_digest
+from spectrain.errors import RunError
 from spectrain.evaluation.metrics import AcceptanceStats
+from spectrain.evaluation.policies import (
+    FIXED,
+    SCHEDULER,
+    THRESHOLD,
+    build_policy,
+)
 from spectrain.evaluation.record import Conditions, EvaluationRecord, PromptResult, build_record, read_records
-from spectrain.evaluation.suites import HELDOUT, load_suite
+from spectrain.evaluation.reliability import confidence_stats
 from spectrain.evaluation.table import evaluation_table
-from spectrain.run_dir import Decision, Inputs, digest_strings, file_digest
-from spectrain.share import prompt_roots
+from spectrain.files import write_atomically
+from spectrain.run_dir import Decision, Inputs, digest_strings
 from spectrain.stages import capture
+from spectrain.stages.answering import answer_all, answer_limit, max_new_tokens, suite_prompts
 from spectrain.stages.context import Context
+from spectrain.stages.evaluate_served import engine_version, measure_served
 from spectrain.stages.report import Answer, write_run_report
 from spectrain.target.cpu_linear import speed_up
 from spectrain.target.head import TargetHead
 from spectrain.training.walk_eval import evaluate_by_walk, serving_laws
 
-_WARM_UP_TOKENS = 8
-
 
 @dataclass(frozen=True)
 class _Method:
-    """Something to measure. ``proposer`` None: no speculation."""
+    """Something to measure. ``proposer`` None: no speculation. ``policy``: the name of the rule for how many drafts are verified."""
 
     name: str
     proposer: Proposer | None
     drafter: str | None = None
+    policy: str = FIXED
+    rule: DraftPolicy | None = None
 
 
 def decide(context: Context) -> Decision:
@@ -55,16 +71,32 @@ def decide(context: Context) -> Decision:
     folder = context.measured_drafter
     fixed = {
         **context.target_inputs(),
-        "drafter": digest_strings([file_digest(folder / name) for name in (CONFIG, WEIGHTS)]),
+        "drafter": drafter_digest(folder),
         "prompts of the suite": digest_strings([conversation.prompt_digest() for conversation in suite_prompts(context)]),
-        "suite.max_new_tokens": _max_new_tokens(context),
+        "suite.max_new_tokens": max_new_tokens(context),
         "suite.concurrency": config.suite.concurrency,
         "suite.baselines": list(config.suite.baselines),
-        **{f"decoding.{name}": value for name, value in vars(config.decoding).items()},
+        **{f"decoding.{name}": value for name, value in vars(config.decoding).items() if name not in ("draft_policy", "threshold")},
+        **_policy_inputs(config),
     }
     name = f"eval/{config.suite.name}-n{config.decoding.num_speculative_tokens}-t{config.decoding.temperature:g}"
+    if config.engine.name != "hf":
+        fixed |= {"engine": digest_strings(asdict(config.engine)), "engine version": engine_version(context)}
+        name += f"-{config.engine.name}"
+    name += "" if config.decoding.draft_policy == FIXED else f"-{config.decoding.draft_policy}"
     record = context.run_dir.path / context.run_dir.outputs(name).get("record", "")
     return context.run_dir.decide(name, Inputs(fixed, {}), whole=record.is_file() and context.run_dir.report.is_file())
+
+
+def _policy_inputs(config: SpectrainConfig) -> dict[str, Any]:
+    """What differs from verifying all drafts: named only where it does, so that other measurements stand."""
+    policies = config.draft_policies
+    inputs: dict[str, Any] = {} if policies == (FIXED,) else {"draft policies": list(policies)}
+    if THRESHOLD in policies:
+        inputs["decoding.threshold"] = config.decoding.threshold
+    if config.suite.batches:
+        inputs["suite.batches"] = list(config.suite.batches)
+    return inputs
 
 
 def evaluate(context: Context) -> float | None:
@@ -75,10 +107,10 @@ def evaluate(context: Context) -> float | None:
         say(str(decision))
         stdout.print(evaluation_table(read_records(run_dir.eval)))
         return run_dir.outputs(decision.name).get("acceptance_length")
-    for conversation in suite_prompts(context):
-        _limit(context, conversation, context.template.first_prompt_ids(conversation))  # raises for a prompt without room for an answer
+    for conversation in suite_prompts(context):  # raises for a prompt without room for an answer
+        answer_limit(context, conversation, context.template.first_prompt_ids(conversation))
     with run_dir.running(decision) as outputs:
-        record, answers = _measure(context)
+        record, answers = _measure(context) if context.config.engine.name == "hf" else measure_served(context, walk_same_prompts)
         outputs |= {"acceptance_length": record.acceptance_length, "record": f"eval/{record.file_name()}"}
     records = read_records(run_dir.eval)
     write_run_report(context, records, answers)
@@ -91,16 +123,6 @@ def evaluate(context: Context) -> float | None:
     return record.acceptance_length
 
 
-def suite_prompts(context: Context) -> list[Conversation]:
-    """What the suite asks."""
-    heldout = context.prompts.heldout if context.config.suite.prompts == HELDOUT else []
-    return load_suite(context.config.suite, heldout, prompt_roots(), context.config.data.system)
-
-
-def _max_new_tokens(context: Context) -> int:
-    return context.config.suite.max_new_tokens or context.config.sampling.max_new_tokens
-
-
 # --- measuring -------------------------------------------------------------------------------------------------------------------
 
 
@@ -109,34 +131,55 @@ def _measure(context: Context) -> tuple[EvaluationRecord, list[Answer]]:
     config = context.config
     conversations = suite_prompts(context)
     folder = context.measured_drafter
-    drafter = load_drafter(folder)
+    drafter = load_drafter(folder, context.spec.default_taps())
     drafter.attach(TargetHead.from_checkpoint(context.target.folder, device=context.model.device)).to(context.model.device)
     speed_up(drafter)
+    walked = walk_same_prompts(context, conversations, drafter)
+    shown: tuple[EvaluationRecord, list[Answer]] | None = None
+    for size in config.batch_sizes:
+        baseline: list[PromptResult] | None = None
+        for method in _methods(context, drafter, size):
+            name = method.name if method.policy == FIXED else f"{method.name} {method.policy}"
+            answers, timing = answer_all(context, conversations, partial(_decode, context, method), size, name)
+            results = [answer.result for answer in answers]
+            all_drafts = method.drafter is not None and method.policy == FIXED
+            rounds = [round_ for result in results for round_ in result.rounds] if all_drafts else []
+            record = build_record(
+                _conditions(context, method, size),
+                results,
+                baseline,
+                walked if all_drafts else None,
+                draft_s_per_round=timing.draft_s / timing.rounds if method.proposer is not None and timing.rounds else None,
+                verify_s_per_round=timing.verify_s / timing.rounds if timing.rounds else None,
+                peak_memory_bytes=_peak_memory_bytes(context),
+                confidence=confidence_stats(rounds, config.decoding.num_speculative_tokens, drafter.temperatures, context.eos_ids),
+            )
+            record.write(context.run_dir.eval)
+            if method.name == "none":
+                baseline = results
+            if method.drafter is not None:
+                shown = shown or (record, answers)
+    if shown is None:
+        raise RunError("nothing was measured")
+    return shown
+
+
+def _methods(context: Context, drafter: Drafter, size: int) -> list[_Method]:
+    """What is measured with ``size`` conversations at a time: the baselines, then the drafter under each policy."""
+    config = context.config
     methods = [_Method("none", None)] if "none" in config.suite.baselines else []
     if "ngram" in config.suite.baselines:
         methods.append(_Method("ngram", NGramProposer(config.decoding.ngram_max, config.decoding.ngram_min)))
-    methods.append(_Method(config.drafter.method, drafter, str(folder)))
-    walked = walk_same_prompts(context, conversations, drafter)
-    baseline: list[PromptResult] | None = None
-    for method in methods:
-        answers, timing = _answer_all(context, conversations, method)
-        results = [answer.result for answer in answers]
-        record = build_record(
-            _conditions(context, method),
-            results,
-            baseline,
-            walked if method.drafter is not None else None,
-            draft_s_per_round=timing.draft_s / timing.rounds if method.proposer is not None and timing.rounds else None,
-            verify_s_per_round=timing.verify_s / timing.rounds if timing.rounds else None,
-            peak_memory_bytes=_peak_memory_bytes(context),
-        )
-        record.write(context.run_dir.eval)
-        if method.name == "none":
-            baseline = results
-    return record, answers
+    policies, cost = config.draft_policies, None
+    if SCHEDULER in policies:
+        cost = measure_step_cost(context.model, drafter, size, config.decoding.num_speculative_tokens, config.decoding.seed)
+        steps = {"concurrency": size, "context_tokens": CONTEXT_TOKENS, **asdict(cost)}
+        write_atomically(context.run_dir.step_costs / f"{config.suite.name}-c{size}.json", json.dumps(steps, indent=2) + "\n")
+    folder = str(context.measured_drafter)
+    return methods + [_Method(drafter.method, drafter, folder, name, build_policy(name, config.decoding, cost)) for name in policies]
 
 
-def _conditions(context: Context, method: _Method) -> Conditions:
+def _conditions(context: Context, method: _Method, size: int) -> Conditions:
     config = context.config
     return Conditions(
         target=context.target.id,
@@ -151,83 +194,11 @@ def _conditions(context: Context, method: _Method) -> Conditions:
         top_p=config.decoding.top_p,
         top_k=config.decoding.top_k,
         proposal_policy=config.decoding.proposal_policy,
-        concurrency=config.suite.concurrency,
-        max_new_tokens=_max_new_tokens(context),
+        concurrency=size,
+        max_new_tokens=max_new_tokens(context),
+        draft_policy=method.policy,
+        draft_threshold=config.decoding.threshold if method.policy == THRESHOLD else None,
     )
-
-
-def _answer_all(context: Context, conversations: Sequence[Conversation], method: _Method) -> tuple[list[Answer], LoopTiming]:
-    """Answers of one method to all conversations, ``suite.concurrency`` of them decoded together, and where the time went."""
-    first_ids = context.template.first_prompt_ids(conversations[0])
-    _decode(context, method, [first_ids], [_WARM_UP_TOKENS], [0], lambda tokens: None)  # memory and kernels, off the clock
-    size = context.config.suite.concurrency
-    answers: list[Answer] = []
-    total = LoopTiming()
-    limit = sum(len(conversation.turns) for conversation in conversations) * _max_new_tokens(context)
-    with ProgressBar(f"eval {method.name}", total=limit, unit="tokens") as bar:
-        for batch, first in enumerate(range(0, len(conversations), size)):
-            group = conversations[first : first + size]
-            answers += _answer_group(context, method, group, first, batch if size > 1 else None, bar.advance, total)
-    return answers, total
-
-
-def _answer_group(
-    context: Context,
-    method: _Method,
-    group: Sequence[Conversation],
-    first: int,
-    batch: int | None,
-    on_tokens: Callable[[int], None],
-    total: LoopTiming,
-) -> list[Answer]:
-    """All turns of a few conversations. A conversation ends early when an answer was cut off: there is no turn after it."""
-    ids = [context.template.first_prompt_ids(conversation) for conversation in group]
-    turns: list[list[tuple[list[int], GenerationResult]]] = [[] for _ in group]
-    seconds = 0.0
-    for turn in range(max(len(conversation.turns) for conversation in group)):
-        rows = [row for row, conversation in enumerate(group) if turn < len(conversation.turns) and (turn == 0 or _goes_on(turns[row]))]
-        if not rows:
-            break
-        if turn > 0:
-            for row in rows:
-                ids[row] = ids[row] + context.template.next_prompt_ids(group[row], turn, ids[row])
-        limits = [_limit(context, group[row], ids[row]) for row in rows]
-        start_s = time.perf_counter()
-        results, timing = _decode(context, method, [ids[row] for row in rows], limits, [first + row for row in rows], on_tokens)
-        seconds += time.perf_counter() - start_s
-        for name, value in vars(timing).items():
-            setattr(total, name, getattr(total, name) + value)
-        for row, result in zip(rows, results, strict=True):
-            turns[row].append((ids[row], result))
-            ids[row] = ids[row] + result.ids
-    return [_answer(conversation, turns[row], seconds / len(group), batch) for row, conversation in enumerate(group)]
-
-
-def _answer(conversation: Conversation, turns: list[tuple[list[int], GenerationResult]], seconds: float, batch: int | None) -> Answer:
-    results = [result for _, result in turns]
-    figures = PromptResult(
-        key=conversation.prompt_digest(),
-        rounds=[round_ for result in results for round_ in result.rounds],
-        output_ids=[token for result in results for token in result.ids],
-        seconds=seconds,
-        batch=batch,
-    )
-    return Answer(conversation, turns, figures)
-
-
-def _goes_on(turns: list[tuple[list[int], GenerationResult]]) -> bool:
-    return bool(turns) and turns[-1][1].finish_reason == "stop"
-
-
-def _limit(context: Context, conversation: Conversation, prompt: list[int]) -> int:
-    room = context.config.target.max_length - len(prompt)
-    if room < 1:
-        longest = context.config.target.max_length
-        raise InputError(
-            f"{conversation.where}: the prompt of {len(prompt)} tokens leaves no room for an answer in target.max_length={longest}: "
-            "raise it, or take the prompt out of the suite"
-        )
-    return min(room, _max_new_tokens(context))
 
 
 def _decode(
@@ -250,6 +221,7 @@ def _decode(
         context.eos_ids,
         decoding.seed,
         draft_law=draft_law,
+        policy=method.rule,
         streams=streams,
         on_tokens=on_tokens,
     )
@@ -263,7 +235,7 @@ def walk_same_prompts(context: Context, conversations: Sequence[Conversation], d
     if context.prompts_or_none is None or not (context.data_dir.states / INDEX_NAME).is_file():
         return None
     sampled = (context.sampling.temperature, context.sampling.top_p, context.sampling.top_k)
-    if (law != sampled and (law[0] or sampled[0])) or _max_new_tokens(context) != config.sampling.max_new_tokens:
+    if (law != sampled and (law[0] or sampled[0])) or max_new_tokens(context) != config.sampling.max_new_tokens:
         return None
     store = capture.open_store(context, drafter.taps)
     if store is None:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from spectrain.build import flatten
+from spectrain.config import DrafterConfig
 from spectrain.console import ProgressBar, say
 from spectrain.data.packing import PackedBatch, pack_batch, pack_rows, truncated_tokens
 from spectrain.data.states import StateStore
@@ -26,7 +27,10 @@ START_ROW_TOKENS = 4096
 VOCAB_SAMPLE = 4096
 
 # Settings that change what is logged or kept, not what is trained.
-_NO_INPUTS = {"trainer.log_every_steps", "trainer.keep_checkpoints", "trainer.checkpoint_every_steps"}
+_NO_INPUTS = {
+    *("trainer.log_every_steps", "trainer.keep_checkpoints", "trainer.checkpoint_every_steps"),
+    *("decoding.draft_policy", "decoding.threshold"),
+}
 
 
 def decide(context: Context) -> Decision:
@@ -41,6 +45,9 @@ def _inputs(context: Context) -> dict[str, Any]:
     config = context.config
     keys = {**flatten(config.drafter, "drafter."), **flatten(config.trainer, "trainer."), **flatten(config.decoding, "decoding.")}
     kept = {key: value for key, value in keys.items() if key not in _NO_INPUTS and not key.startswith("decoding.ngram")}
+    kept["drafter.init"] = config.drafter.start
+    if not config.drafter.is_block:
+        kept = {key: value for key, value in kept.items() if not key.startswith("drafter.block.")}
     if config.drafter.path is not None:
         kept["weights of drafter.path"] = file_digest(Path(config.drafter.path).expanduser() / "model.safetensors")[:16]
     return {**capture.fixed_inputs(context), **capture.growing_inputs(context), **kept}
@@ -71,14 +78,15 @@ def _train(context: Context, store: StateStore, train: list[int], heldout: list[
     train = [number for number in train if store.loss_counts[number] > 1]
     head = TargetHead.from_checkpoint(context.target.folder)
     if config.drafter.path is not None:
-        drafter = continue_drafter(config.drafter, head)
+        drafter = continue_drafter(config.drafter, head, context.spec.default_taps())
         vocab = drafter.vocab
     else:
         size = config.drafter.draft_vocab_size
         expected_V = None if size in (None, head.vocab_size) else _expected_tokens(store, train, head)
         vocab = build_vocab(_tokens(store, train), size, context.spec.vocab_size, expected_V)
-        drafter = build_drafter(config.drafter, context.spec, vocab, head, context.target.folder, config.trainer.seed)
-        if config.drafter.init == "regression":
+        mask = _mask_token(config.drafter, store, train, head)
+        drafter = build_drafter(config.drafter, context.spec, vocab, head, context.target.folder, config.trainer.seed, mask)
+        if isinstance(drafter, Eagle3) and config.drafter.start == "regression":
             _start(drafter, store, train)
     coverage = _coverage(store, heldout, vocab)
     say(f"fit: {len(train)} documents, draft vocabulary of {len(vocab.ids_D):,} covers {coverage:.2%} of the held-out generated tokens")
@@ -121,6 +129,20 @@ def _start(drafter: Eagle3, store: StateStore, train: list[int]) -> None:
     alone = "cannot be solved for with these states (too few?), so the drafter starts from parts of the target alone"
     note = f"solved on {columns:,} columns" if columns else alone
     say(f"fit: closed-form start {note}")
+
+
+def _mask_token(config: DrafterConfig, store: StateStore, train: list[int], head: TargetHead) -> int:
+    """The mask token of a block drafter: as configured, or one that the training text never uses."""
+    from spectrain.drafters.block.start import choose_mask_token
+
+    if not config.is_block or config.block.mask_token_id is not None:
+        return config.block.mask_token_id or 0
+    used_V = np.zeros(head.vocab_size, dtype=np.int64)
+    for input_ids, _ in _tokens(store, train):
+        used_V += np.bincount(input_ids, minlength=head.vocab_size)
+    mask = choose_mask_token(used_V, head.embed_weight)
+    say(f"fit: token {mask}, which the training text never uses, is the mask token")
+    return mask
 
 
 def _verify(store: StateStore) -> None:

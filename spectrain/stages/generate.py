@@ -6,12 +6,16 @@ missing is generated.
 
 from __future__ import annotations
 
+import heapq
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 
 from spectrain.console import ProgressBar, say
 from spectrain.data.prompts import Conversation
 from spectrain.data.responses import Response, ResponseStore
+from spectrain.engines.served import ServedEngine
+from spectrain.engines.served_selfcheck import DOCUMENTS
 from spectrain.run_dir import Decision, Inputs, digest_strings
 from spectrain.stages.context import Context
 
@@ -61,13 +65,27 @@ def _generate(context: Context, store: ResponseStore, todo: list[tuple[Conversat
 
         part: list[Response] = []
         part_s = start_s
-        for response in context.engine.generate(todo, context.sampling, on_tokens):
+        for response in _responses(context, todo, on_tokens):
             part.append(response)
             if len(part) >= _PART_RESPONSES or time.monotonic() - part_s > _PART_S:
                 store.append(part)
                 part, part_s = [], time.monotonic()
             bar.advance(1)
         store.append(part)
+
+
+def _responses(context: Context, todo: list[tuple[Conversation, str]], on_tokens: Callable[[int], None]) -> Iterator[Response]:
+    """From the engine; with ``capture.during_generation`` it leaves the states of what it generates for the stage ``capture``."""
+    if not context.config.capture.during_generation:
+        return context.engine.generate(todo, context.sampling, on_tokens)
+    from spectrain.engines.one_pass import OnePass, states_for
+
+    shortest = heapq.nsmallest(DOCUMENTS, (conversation for conversation, _ in todo), key=lambda conversation: len(conversation.turns[0]))
+    prompts = [(f"prompt {conversation.id}", context.template.first_prompt_ids(conversation)) for conversation in shortest]
+    one_pass = OnePass(context.capturing, context.store_meta(), context.config.states.shard_bytes, context.data_dir.states, prompts)
+    length = context.config.target.max_length
+    engine = ServedEngine(context.target, context.template, context.eos_ids, length, one_pass.open_service)
+    return engine.generate(todo, context.sampling, on_tokens, states_for=states_for)
 
 
 def _named(conversations: list[Conversation]) -> str:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from rich import box
 from rich.table import Table
 
+from spectrain.config import EngineConfig
 from spectrain.console import say, stdout
 from spectrain.data.prompts import Conversation
 from spectrain.data.states import StoreMeta, bytes_per_token
@@ -23,6 +24,7 @@ from spectrain.target.spec import TargetSpec
 
 _CHARS_PER_TOKEN = 3.5
 _TEMPLATE_TOKENS = 16  # of a turn
+_VLLM_SEQUENCES = 256  # requests that vLLM runs together where nobody says
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Shares of the measured peak that a stage reaches. Decoding is bound by reading weights rather than by arithmetic, see _decode_s.
 _FORWARD_SHARE, _TRAIN_SHARE = 0.6, 0.35
@@ -48,9 +50,7 @@ def estimate(context: Context) -> Estimate:
     lengths = [_tokens(conversation, config.sampling.max_new_tokens) for conversation in conversations]
     tokens = sum(min(prompt + answer, config.target.max_length) for prompt, answer in lengths)
     drafter = drafter_parameters(context)
-    # Weights, gradients and two moments in float32; the batch's taps, and activations of a few H- and D-wide rows per token and step.
-    row_tokens = config.trainer.row_tokens * config.trainer.rows_per_batch
-    activations = row_tokens * 4 * (spec.hidden_size * (len(context.taps) + 1) + config.drafter.unroll_steps * 12 * spec.hidden_size)
+    # Weights, gradients and two moments in float32.
     head_bytes = 4 * spec.vocab_size * spec.hidden_size * (1 if spec.tie_word_embeddings else 2)
     return Estimate(
         documents=len(conversations),
@@ -59,8 +59,23 @@ def estimate(context: Context) -> Estimate:
         states_bytes=tokens * bytes_per_token(_meta(context)),
         target_bytes=target_parameters(spec) * _DTYPE_BYTES.get(context.dtype_name, 4),
         drafter_parameters=drafter,
-        train_bytes=16 * drafter + activations + head_bytes,
+        train_bytes=16 * drafter + _activation_bytes(context) + head_bytes,
     )
+
+
+def _activation_bytes(context: Context) -> int:
+    """Of one forward pass: the batch's taps, and what the drafter's layers keep for their backward pass. Logits are made by tiles."""
+    config, spec = context.config, context.spec
+    drafter, tokens = config.drafter, config.trainer.row_tokens * config.trainer.rows_per_batch
+    if drafter.is_block:
+        outputs = min(config.trainer.rows_per_batch * drafter.block.anchors, tokens) * drafter.block.block_size
+    else:
+        outputs = tokens * drafter.unroll_steps
+    # Rows kept in a layer: four as wide as the stream, queries and heads, keys and values, and three of the MLP.
+    heads = 2 * spec.head_dim * (spec.num_attention_heads + spec.num_key_value_heads)
+    layer = 4 * spec.hidden_size + heads + 3 * (drafter.intermediate_size or spec.intermediate_size)
+    width = _DTYPE_BYTES[config.trainer.precision]
+    return tokens * 4 * spec.hidden_size * (len(context.taps) + 1) + outputs * drafter.num_layers * layer * width
 
 
 def target_parameters(spec: TargetSpec) -> int:
@@ -71,12 +86,53 @@ def target_parameters(spec: TargetSpec) -> int:
 
 
 def drafter_parameters(context: Context) -> int:
-    """Trained parameters of an EAGLE-3 drafter: fc, layers (the first is 2H wide), and its own head if the vocabulary is reduced."""
-    spec, drafter = context.spec, context.config.drafter
-    hidden = spec.hidden_size
-    layers = _layer_parameters(spec, 2 * hidden) + (drafter.num_layers - 1) * _layer_parameters(spec, hidden)
-    head = hidden * drafter.draft_vocab_size if drafter.draft_vocab_size not in (None, spec.vocab_size) else 0
-    return len(context.taps) * hidden * hidden + layers + head
+    """Entries of the drafter's matrices, its own head included if the vocabulary is reduced."""
+    return sum(_matrices(context).values())
+
+
+def _matrices(context: Context) -> dict[str, int]:
+    """Name -> entries of each matrix of the drafter."""
+    import torch
+
+    from spectrain.drafters.block.backbone import BlockBody
+    from spectrain.drafters.block.shape import BlockShape
+    from spectrain.drafters.build import drafter_shape
+    from spectrain.drafters.recurrent.eagle3 import Eagle3Body, Eagle3Shape
+
+    shape = drafter_shape(context.config.drafter, context.spec)
+    with torch.device("meta"):
+        if isinstance(shape, BlockShape):
+            body: torch.nn.Module = BlockBody(shape)
+        else:
+            assert isinstance(shape, Eagle3Shape)
+            body = Eagle3Body(shape)
+    return {name: p.numel() for name, p in body.named_parameters() if p.ndim > 1}
+
+
+def _fit_flops(context: Context, numbers: Estimate) -> float:
+    """Of one epoch over all documents: a multiply-add is two operations forward, and four backward where a matrix is trained.
+
+    The head meets each output (twice forward, as its logits are made anew for the backward pass, and once backward), and once each
+    token whose law is the teacher's. Tables that are looked up cost nothing.
+    """
+    drafter, matrices = context.config.drafter, _matrices(context)
+    vocabulary = (drafter.draft_vocab_size or context.spec.vocab_size) * context.spec.hidden_size
+    outputs = _trained_positions(context, numbers)
+    per_token = matrices["fc.weight"]
+    if drafter.is_block:  # the context's keys and values, in every layer
+        per_token += sum(size for name, size in matrices.items() if name.endswith(("k_proj.weight", "v_proj.weight")))
+    looked_up = ("fc.weight", "lm_head.weight", "markov_w1.weight", "codebook")
+    per_output = sum(size for name, size in matrices.items() if not name.endswith(looked_up))
+    return 6 * (per_token * numbers.tokens + per_output * outputs) + 2 * vocabulary * (3 * outputs + numbers.generated_tokens)
+
+
+def _trained_positions(context: Context, numbers: Estimate) -> float:
+    """Outputs of the drafter in one epoch over all documents: steps of each generated token, or slots of the blocks that are drawn."""
+    drafter = context.config.drafter
+    if not drafter.is_block:
+        return numbers.generated_tokens * drafter.unroll_steps
+    blocks = min(numbers.generated_tokens, numbers.tokens * drafter.block.anchors / context.config.trainer.row_tokens)
+    return blocks * drafter.block.block_size
 
 
 def _layer_parameters(spec: TargetSpec, input_size: int) -> int:
@@ -141,21 +197,28 @@ def stage_seconds(context: Context, numbers: Estimate, speed: MachineSpeed) -> d
     """Rough seconds of each stage."""
     config, weights = context.config, target_parameters(context.spec)
     forward = 2 * weights * numbers.tokens / (speed.flops_per_s * _FORWARD_SHARE)
-    decode_steps = numbers.generated_tokens / config.engine.batch_size
+    together = _requests_together(config.engine)
+    decode_steps = numbers.generated_tokens / together
     train_share = len(context.prompts.train) / max(numbers.documents, 1)
-    counted = numbers.generated_tokens * train_share * config.trainer.epochs
-    vocabulary = config.drafter.draft_vocab_size or context.spec.vocab_size
-    per_position = 6 * config.drafter.unroll_steps * numbers.drafter_parameters + 2 * vocabulary * context.spec.hidden_size
+    epochs = train_share * config.trainer.epochs
     answers = config.suite.max_prompts * (config.suite.max_new_tokens or config.sampling.max_new_tokens)
     return {
-        "generate": forward + decode_steps * _decode_s(numbers, speed, config.engine.batch_size, weights),
-        "capture": forward,
-        "fit": counted * per_position / (speed.flops_per_s * _TRAIN_SHARE),
+        "generate": forward + decode_steps * _decode_s(numbers, speed, together, weights),
+        "capture": 0.0 if config.capture.during_generation else forward,
+        "fit": epochs * _fit_flops(context, numbers) / (speed.flops_per_s * _TRAIN_SHARE),
         "eval": (len(config.suite.baselines) + 1)
         * answers
         / config.suite.concurrency
         * _decode_s(numbers, speed, config.suite.concurrency, weights),
     }
+
+
+def _requests_together(engine: EngineConfig) -> int:
+    """Conversations that are decoded together."""
+    if engine.name == "hf":
+        return engine.batch_size
+    running = engine.max_num_seqs or _VLLM_SEQUENCES
+    return min(running, engine.concurrency) if engine.name == "vllm_server" else running
 
 
 def _decode_s(numbers: Estimate, speed: MachineSpeed, batch: int, weights: int) -> float:
@@ -179,6 +242,8 @@ def show_plan(context: Context, verb: str) -> None:
         lines.append(("prompts", f"{len(context.prompts.train):,} training, {len(context.prompts.heldout):,} held out"))
     if verb in ("eval", "run", "plan"):
         lines.append(("suite", f"{config.suite.name}: {config.suite.prompts}, at most {config.suite.max_prompts} prompts"))
+    if context.spec_or_none is None:
+        lines.append(("", "its dimensions are not known here, so neither are disk, memory and time"))
     lines += [("stage", str(decision)) for decision in _decisions(context, verb)]
     if verb != "eval" and context.spec_or_none is not None and context.prompts_or_none is not None:
         lines += _cost_lines(context)

@@ -14,11 +14,14 @@ from typing import Any
 
 from spectrain.data.prompts import Conversation
 from spectrain.decoding.loop import GenerationResult
+from spectrain.decoding.scheduler import StepCost
+from spectrain.drafters.served import read_served
 from spectrain.evaluation.record import EvaluationRecord, PromptResult
 from spectrain.evaluation.report import ExampleText, Fact, ReportInputs, ServeCommand, write_report
 from spectrain.run_dir import file_digest, versions
 from spectrain.stages.context import Context, config_yaml
 from spectrain.stages.fit import read_metrics
+from spectrain.target.model import choose_device
 
 _EXAMPLES = 4
 
@@ -39,6 +42,9 @@ def write_run_report(context: Context, records: Sequence[EvaluationRecord], answ
     own = folder == context.run_dir.drafter
     # The headline is the drafter measured last.
     newest = [record for record in records if record.num_speculative_tokens == config.decoding.num_speculative_tokens and record.is_drafter]
+    # Of several policies and batches the first one that this evaluation measured.
+    first = config.draft_policies[0], config.batch_sizes[0]
+    newest.sort(key=lambda record: (record.suite != config.suite.name, (record.draft_policy, record.concurrency) != first))
     ordered = [record for record in records if not record.is_drafter] + newest + [r for r in records if r.is_drafter and r not in newest]
     write_report(
         context.run_dir.report,
@@ -47,6 +53,7 @@ def write_run_report(context: Context, records: Sequence[EvaluationRecord], answ
             target=config.target.name,
             created=datetime.now().astimezone().isoformat(sep=" ", timespec="minutes"),
             records=ordered,
+            step_costs=_step_costs(context),
             training=read_metrics(context.run_dir.metrics) if own else (),
             examples=[_example(context, answer) for answer in answers[:_EXAMPLES]],
             drafter_facts=_drafter_facts(context),
@@ -119,16 +126,24 @@ def _data_facts(context: Context) -> list[Fact]:
     return facts
 
 
+def _step_costs(context: Context) -> list[tuple[str, list[tuple[int, float]]]]:
+    """The scheduler's measured costs: of each file, tokens in the target's pass and steps a second, with all rows drafting."""
+    found = []
+    for path in sorted(context.run_dir.step_costs.glob("*.json")):
+        written = json.loads(path.read_text(encoding="utf-8"))
+        rows = written["concurrency"]
+        cost = StepCost(tuple(map(tuple, written["verify"])), tuple(map(tuple, written["draft"])))
+        found.append((f"{rows} at a time", [(tokens, cost.steps_per_s(rows, tokens)) for tokens, _ in cost.verify if tokens >= rows]))
+    return found
+
+
 def _serve_commands(context: Context) -> list[ServeCommand]:
     folder = str(context.measured_drafter.resolve())
-    speculation = {
-        "model": folder,
-        "method": context.config.drafter.method,
-        "num_speculative_tokens": context.config.decoding.num_speculative_tokens,
-    }
+    speculation = read_served(folder).speculative_config(context.config.decoding.num_speculative_tokens)
     target, settings = shlex.quote(context.served_target), shlex.quote(json.dumps(speculation))
     return [
-        ServeCommand("vLLM", f"vllm serve {target} --speculative-config {settings}"),
+        ServeCommand("vLLM, with the number of drafts that evaluation recommends", f"spectrain serve drafter.path={shlex.quote(folder)}"),
+        ServeCommand("vLLM by itself", f"vllm serve {target} --speculative-config {settings}"),
         ServeCommand("vLLM, target and settings taken from the drafter's folder", f"vllm serve {shlex.quote(folder)}"),
     ]
 
@@ -137,7 +152,7 @@ def _hardware(context: Context) -> dict[str, str]:
     import torch
 
     facts = {"machine": f"{platform.system()} {platform.machine()}", "cores": str(os.cpu_count()), "threads": str(torch.get_num_threads())}
-    device = context.model.device
+    device = choose_device(context.config.target.device)  # the target may be loaded elsewhere alone
     if device.type == "cuda":
         return facts | {"device": torch.cuda.get_device_name(device)}
     return facts | {"device": _cpu_name(), "dtype": context.dtype_name}

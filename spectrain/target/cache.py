@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self
 
 import torch
@@ -24,6 +24,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from spectrain.errors import ConfigError, InputError
+from spectrain.target.cpu_attention import CPU_SDPA, RaggedRows, ragged_rows, takes_ragged_rows
 from spectrain.target.model import TargetModel, TargetOutput
 
 CAPACITY_STEP = 64  # buffers hold a multiple of so many slots
@@ -67,6 +68,10 @@ class SlotCache(Cache):
         self._lengths = [0] * batch_size
 
     @property
+    def batch_size(self) -> int:
+        return len(self._lengths)
+
+    @property
     def write(self) -> SlotWrite:
         """Where the tokens of the forward pass under way go."""
         return self._write
@@ -79,7 +84,24 @@ class SlotCache(Cache):
         shared_start = self._lengths[0] if len(set(self._lengths)) == 1 else None
         self._write = SlotWrite(positions_BT, shared_start, visible=max(self._lengths) + width)
         mask: Any = self._masks.build(positions_BT, self._write.visible)
+        if len(set(lengths_B)) > 1 and takes_ragged_rows(self._target.model):
+            return self._forward_ragged(ids_BT, positions_BT, lengths_B, mask, taps)
         return self._target.run(ids_BT, positions_BT, attention_mask=mask, past_key_values=self, tap_ids=taps)
+
+    def _forward_ragged(
+        self, ids_BT: Tensor, positions_BT: Tensor, lengths_B: Sequence[int], mask: Any, taps: Sequence[int]
+    ) -> TargetOutput:
+        """The real tokens alone, as one row; what comes out is laid back into the rectangle, zeros elsewhere."""
+        batch, width = ids_BT.shape
+        real_BT = torch.arange(width, device=ids_BT.device) < torch.tensor(lengths_B, device=ids_BT.device)[:, None]
+        rows = RaggedRows(batch, width, real_BT.flatten().nonzero()[:, 0])
+        self._write = replace(self._write, places=rows.places_R, shared_start=None)
+        with ragged_rows(rows):
+            output = self._target.run(
+                rows.gather(ids_BT), rows.gather(positions_BT), attention_mask=mask, past_key_values=self, tap_ids=taps
+            )
+        taps_BTAH = None if output.taps_BSAH is None else rows.spread(output.taps_BSAH)
+        return TargetOutput(rows.spread(output.last_hidden_BSH), taps_BTAH, self)
 
     def keep(self, counts_B: Sequence[int]) -> None:
         self._lengths = [length + count for length, count in zip(self._lengths, counts_B, strict=True)]
@@ -98,11 +120,12 @@ class SlotCache(Cache):
 @dataclass(frozen=True)
 class SlotWrite:
     """One forward pass's place in the buffers: the slots of its tokens [B, T], their common first slot if all rows stand at the same
-    length, and how many slots attention is shown."""
+    length, and how many slots attention is shown. ``places``: only these of the B·T tokens are there, as one row."""
 
     slots: Tensor
     shared_start: int | None
     visible: int
+    places: Tensor | None = None
 
 
 class SlotLayer(CacheLayerMixin):
@@ -115,7 +138,8 @@ class SlotLayer(CacheLayerMixin):
         self._owner = owner
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
+        batch = self._owner.batch_size
+        self.keys, self.values = (new.new_zeros(batch, new.shape[1], 0, new.shape[3]) for new in (key_states, value_states))
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -150,6 +174,9 @@ def _written(buffer_BNCD: Tensor, new_BNTD: Tensor, write: SlotWrite) -> Tensor:
         buffer_BNCD = grown_BNCD
     if write.shared_start is not None:
         buffer_BNCD[:, :, write.shared_start : write.shared_start + new_BNTD.shape[2]] = new_BNTD
+    elif write.places is not None:
+        rows_R, slots_R = write.places // write.slots.shape[1], write.slots.flatten()[write.places]
+        buffer_BNCD[rows_R, :, slots_R] = new_BNTD[0].transpose(0, 1)
     else:
         rows_B1 = torch.arange(batch, device=buffer_BNCD.device)[:, None]
         buffer_BNCD[rows_B1, :, write.slots] = new_BNTD.transpose(1, 2)
@@ -203,7 +230,7 @@ class AttentionMasks:
 
 
 def _needs_additive_mask(attn_implementation: str) -> bool:
-    if attn_implementation not in ("eager", "sdpa"):
+    if attn_implementation not in ("eager", "sdpa", CPU_SDPA):
         raise ConfigError(
             f"target.attn_implementation={attn_implementation} takes no 4-D mask, which rows of different lengths need: use sdpa or eager"
         )

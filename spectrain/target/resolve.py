@@ -80,8 +80,11 @@ def resolve_target(config: TargetConfig) -> ResolvedTarget:
     return ResolvedTarget(config.name, folder, source.id, source.revision, config_digest(folder), tokenizer_digest(folder))
 
 
-def locate_target(config: TargetConfig) -> TargetSource:
-    """Says where the target is, without downloading, converting or writing anything. Raises as ``resolve_target`` does."""
+def locate_target(config: TargetConfig, unreachable_ok: bool = False) -> TargetSource:
+    """Says where the target is, without downloading, converting or writing anything. Raises as ``resolve_target`` does.
+
+    ``unreachable_ok``: a target that only the Hub can have is no error while the Hub cannot be reached; its ``revision`` is then empty.
+    """
     if not config.path:
         raise ConfigError("target.path is empty: choose a target (target=NAME), or give a folder or a Hub id")
     folder = Path(config.path).expanduser()
@@ -99,7 +102,7 @@ def locate_target(config: TargetConfig) -> TargetSource:
     if not isinstance(answer, Exception):
         _require_safetensors(config, answer)
         return TargetSource("hub", config.path, answer.sha, None, f"downloading {config.path} at {answer.sha[:12]} from the Hub")
-    return _bundled_source(config, answer)
+    return _bundled_source(config, answer, unreachable_ok)
 
 
 def _is_hub_id(path: str) -> bool:
@@ -203,7 +206,7 @@ def _require_safetensors(config: TargetConfig, info: Any) -> None:
         raise InputError(f"target.path={config.path} on the Hub has no safetensors, and nothing else is read: use a revision that has them")
 
 
-def _bundled_source(config: TargetConfig, failure: Exception) -> TargetSource:
+def _bundled_source(config: TargetConfig, failure: Exception, unreachable_ok: bool) -> TargetSource:
     """The installed package that stands in for a Hub that cannot be reached; otherwise the ``InputError`` that says what to do."""
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
@@ -216,6 +219,8 @@ def _bundled_source(config: TargetConfig, failure: Exception) -> TargetSource:
         raise InputError(f"{where} is neither a folder here nor a model on the Hub (a private one needs `hf auth login`)") from failure
     reason = " ".join(str(failure).split())[:200] or type(failure).__name__
     unreachable = f"{where} is no folder here and not in the Hub's cache, and the Hub cannot be reached ({reason})"
+    if config.bundled_package is None and unreachable_ok:
+        return TargetSource("hub", config.path, "", None, f"{config.path}, not in the Hub's cache, and the Hub cannot be reached")
     if config.bundled_package is None:
         raise InputError(f"{unreachable}: connect, or give a local folder as target.path") from failure
     if config.revision is not None:
@@ -228,6 +233,19 @@ def _bundled_source(config: TargetConfig, failure: Exception) -> TargetSource:
     folder = converted_folder(config.name, digest)
     summary = f"the Hub cannot be reached, so {gguf.name} of the installed package {config.bundled_package} is used"
     return TargetSource("bundled", f"{config.bundled_package}/{gguf.name}", digest, folder if folder.is_dir() else None, summary)
+
+
+def fetch_config(config: TargetConfig, source: TargetSource, folder: Path) -> bool:
+    """``config.json`` of a target that is still on the Hub, a few KB, into ``folder``. Whether it came."""
+    from huggingface_hub import hf_hub_download
+
+    if not source.revision:
+        return False
+    try:
+        hf_hub_download(config.path, "config.json", revision=source.revision, local_dir=folder, etag_timeout=_REQUEST_S)
+    except Exception:  # network, disk and Hub errors of many types; the download itself will tell
+        return False
+    return True
 
 
 def _download(config: TargetConfig, source: TargetSource) -> Path:

@@ -95,6 +95,15 @@ class TargetSpec:
             taps.add(tap)
         return tuple(sorted(taps))
 
+    def spread_taps(self, count: int = 5) -> tuple[int, ...]:
+        """The taps of published block drafters: ``count`` of them, evenly from 2 to N−2. N = 36 gives (2, 10, 18, 26, 34).
+
+        Shallow models, which have no room for that, spread from 1 to N−1, and those with fewer layers get fewer taps.
+        """
+        first, last = (2, self.num_layers - 2) if self.num_layers >= count + 3 else (1, self.num_layers - 1)
+        first = min(first, last)
+        return tuple(sorted({round(first + index * (last - first) / (count - 1)) for index in range(count)}))
+
 
 def load_config(folder: Path, trust_remote_code: bool = False) -> Any:
     """The transformers configuration of a checkpoint folder; ``InputError`` where it is missing, broken or of an unknown architecture."""

@@ -21,16 +21,18 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from spectrain.config import LOSS_NAMES, SpectrainConfig
+from spectrain.config import SpectrainConfig
 from spectrain.console import ProgressBar, say
-from spectrain.data.packing import pack_batch
+from spectrain.data.packing import Draw, pack_batch
 from spectrain.data.states import StateStore
+from spectrain.decoding.confidence import Calibration, fit_calibration
+from spectrain.drafters.base import Drafter
 from spectrain.drafters.folder import save_drafter
 from spectrain.drafters.losses import LossSums
-from spectrain.drafters.recurrent.drafter import Eagle3
 from spectrain.errors import RunError
 from spectrain.files import write_atomically
 from spectrain.training.checkpoint import load_checkpoint, save_checkpoint
+from spectrain.training.confidence_eval import error_per_position
 from spectrain.training.optim import build_optimizers, lr_factor, set_learning_rates
 from spectrain.training.sampler import StepSampler
 from spectrain.training.walk_eval import WalkResult, evaluate_by_walk
@@ -81,7 +83,7 @@ class Trainer:
         self,
         config: SpectrainConfig,
         paths: FitPaths,
-        drafter: Eagle3,
+        drafter: Drafter,
         store: StateStore,
         train: Sequence[int],
         heldout: Sequence[int],
@@ -144,7 +146,7 @@ class Trainer:
         for number, documents in enumerate(micro_batches):
             last = number == len(micro_batches) - 1
             with nullcontext() if last else self.accelerator.no_sync(self.model):
-                self._backward(documents, sums)
+                self._backward(step, documents, sums)
         self._reduce(sums)
         self._check(step, sums)
         # Sums were differentiated; dividing by the global weight (and undoing the mean that data parallelism takes) happens once, here.
@@ -163,11 +165,13 @@ class Trainer:
             optimizer.zero_grad(set_to_none=True)
         return sums, time.monotonic() - started
 
-    def _backward(self, documents: list[int], sums: StepSums) -> None:
+    def _backward(self, step: int, documents: list[int], sums: StepSums) -> None:
         # A rank whose rows have run out in this epoch runs one token, in which nothing can count: the others wait for its gradients, and
         # data-parallel wrappers exchange them only after a forward pass.
         chosen, most = (documents, self.config.trainer.row_tokens) if documents else ([0], 1)
-        batch = pack_batch([self.store[self.train[d]] for d in chosen], most).to(self.accelerator.device)
+        numbers = tuple(self.train[d] for d in chosen)
+        draw = Draw(self.config.trainer.seed, step, numbers, self.config.trainer.row_tokens)
+        batch = pack_batch([self.store[number] for number in numbers], most, draw).to(self.accelerator.device)
         with torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=self.config.trainer.precision == "bfloat16"):
             losses = self.model(batch)
         sums.add(losses, batch.num_tokens if documents else 0)
@@ -176,8 +180,7 @@ class Trainer:
     def _reduce(self, sums: StepSums) -> None:
         if self.accelerator.num_processes == 1:
             return
-        k = self.drafter.steps
-        names = [name for name in LOSS_NAMES if self.drafter.loss.weights.get(name)]
+        k, names = self.drafter.training_steps, self.drafter.loss_terms
         zeros = torch.zeros(k, device=self.accelerator.device)
         rows = [sums.hits_K if sums.hits_K is not None else zeros, sums.count_K if sums.count_K is not None else zeros]
         rows += [sums.terms_K.get(name, zeros) for name in names]
@@ -205,14 +208,23 @@ class Trainer:
             return
         started = time.monotonic()
         self.drafter.eval()
-        result = evaluate_by_walk(
-            self.drafter, self.store, self.heldout, self.config.decoding, self.eos_ids, self.config.trainer.row_tokens, self.drafter.steps
-        )
+        options, most = self.config, self.drafter.training_steps
+        result = evaluate_by_walk(self.drafter, self.store, self.heldout, options.decoding, self.eos_ids, options.trainer.row_tokens, most)
         self.drafter.train()
-        self._log(step, walk_metrics(result, time.monotonic() - started))
+        calibrated = self._calibrate(result)
+        self._log(step, walk_metrics(result, time.monotonic() - started) | calibrated)
         length = result.stats.acceptance_length
         if not length <= self.best["acceptance_length"]:  # also where there was no round to judge by: the latest, then
             self._save_best(step, length)
+
+    def _calibrate(self, result: WalkResult) -> dict[str, Any]:
+        """Fit the temperatures of a confidence head, which the drafter's folder keeps; what to log about it."""
+        if result.confidence is None:
+            return {}
+        fitted = fit_calibration(result.confidence)
+        self.drafter.temperatures = fitted.temperatures
+        raw, now = (error_per_position(result.confidence, calibration) for calibration in (Calibration(), fitted))
+        return {"confidence_error": raw, "confidence_error_calibrated": now, "confidence_temperatures": list(fitted.temperatures)}
 
     def _save_best(self, step: int, length: float) -> None:
         self.best = {"step": step, "acceptance_length": length}

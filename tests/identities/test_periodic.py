@@ -10,7 +10,7 @@ import pytest
 from drafter_tools import MemoryStore, fit, trainer_config
 from small_targets import MOTIFS, PERIODIC_VOCAB, capture, periodic_target, periodic_text
 
-from spectrain.config import DrafterConfig
+from spectrain.config import BlockConfig, DrafterConfig, LossConfig
 from spectrain.data.packing import pack_batch
 from spectrain.data.vocab import build_vocab
 from spectrain.decoding.loop import speculative_generate
@@ -48,8 +48,32 @@ def test_the_target_speaks_in_periods(target: tuple[TargetModel, Path]) -> None:
             {"init": "regression", "draft_vocab_size": 21, "layer_type": "qwen3", "norm_output": True},
             {"optimizer": "muon", "learning_rate": 3e-3, "muon_learning_rate": 3e-3},
         ),
+        (
+            {
+                "method": "dflash",
+                "num_layers": 2,
+                "block": BlockConfig(block_size=N + 1, anchors=160),
+                "draft_vocab_size": 21,
+                "loss": LossConfig({"ce": 1.0}),
+            },
+            {"learning_rate": 3e-3},
+        ),
+        (
+            {"method": "dspark", "num_layers": 2, "block": BlockConfig(block_size=N, anchors=160, markov_rank=8, sliding_window=20)},
+            {"learning_rate": 3e-3},
+        ),
+        (
+            {"method": "dflash2", "block": BlockConfig(block_size=N + 1, anchors=60, selector_rank=8, selector_top_k=4)},
+            {"learning_rate": 3e-3},
+        ),
     ],
-    ids=["llama, full vocabulary, adamw, from nothing", "qwen3, reduced vocabulary, muon, closed-form start"],
+    ids=[
+        "llama, full vocabulary, adamw, from nothing",
+        "qwen3, reduced vocabulary, muon, closed-form start",
+        "dflash",
+        "dspark",
+        "dflash2",
+    ],
 )
 def test_a_drafter_learns_it_and_the_loop_accepts_it(
     target: tuple[TargetModel, Path], tmp_path: Path, drafter_options: dict[str, Any], trainer_options: dict[str, Any]
@@ -77,7 +101,8 @@ def test_a_drafter_learns_it_and_the_loop_accepts_it(
     for k in range(N):
         assert sum(line["accuracy_per_step"][k] for line in last) / len(last) >= 0.99
     assert result.best_acceptance_length > 0.95 * (1 + N)
-    assert (lines[0]["walk_acceptance_length"] > 1.8) == (config.init == "regression")  # the closed form alone gets some way
+    if config.method == "eagle3":  # the closed form alone gets some way
+        assert (lines[0]["walk_acceptance_length"] > 1.8) == (config.init == "regression")
 
     served = load_drafter(tmp_path / "drafter").attach(head)
     fresh = [periodic_text(m, phase, 12) for m, phase in STARTS]

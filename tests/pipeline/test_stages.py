@@ -253,6 +253,15 @@ def test_the_drafter_names_a_target_that_a_server_can_load_from_anywhere(argumen
     assert f"vllm serve {Path(target).resolve()}" in (finished / "report.html").read_text(encoding="utf-8")
 
 
+def test_serve_goes_by_what_was_evaluated(spectrain, run_dir):
+    lines = spectrain("serve", "--print", base=False)  # the configuration is the run's
+    (record,) = [record for record in read_records(run_dir / "eval") if record.is_drafter]
+    number = int(spectrain.out.partition('"num_speculative_tokens": ')[2].partition("}")[0])
+    assert 1 <= number <= record.num_speculative_tokens
+    assert any(f"serve: {number} drafts a round: " in line and f"suite {record.suite}, engine hf" in line for line in lines)
+    assert f'"model": "{run_dir / "drafter"}", "method": "eagle3"' in spectrain.out
+
+
 def test_jobs_of_a_sweep_may_differ_in_precision(arguments, tmp_path, capsys):
     sweep = tmp_path / "sweep"
     more = ["trainer.precision=float32,bfloat16", "trainer.max_steps=1", "drafter.init=target", "states.shard_bytes=1125899906842624"]

@@ -7,6 +7,7 @@ from transformers.masking_utils import create_masks_for_generate
 
 from spectrain.errors import ConfigError, InputError
 from spectrain.target.cache import AttentionMasks, SlotCache, SnapshotCache, open_cache
+from spectrain.target.cpu_attention import cpu_attention
 
 # One family per shape of cache: plain, query/key norm, one window for all layers, windows in turn, soft-capped scores, layers that share
 # keys and values, keys wider than values, attention sinks (eager), recurrent layers.
@@ -63,6 +64,36 @@ def _compare(output, expected, rows, starts, counts, tolerance):
         where = slice(starts[b], starts[b] + counts[b])
         torch.testing.assert_close(output.last_hidden_BSH[b, : counts[b]], hidden[where], rtol=tolerance, atol=tolerance)
         torch.testing.assert_close(output.taps_BSAH[b, : counts[b]], taps[where], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma3", "gemma4", "deepseek_v3"])
+def test_rows_of_different_lengths_run_as_one(family, tmp_path, monkeypatch):
+    """No padding enters the model, and what comes out is what the padded rectangle gives."""
+    target = float64_target(family, tmp_path, **({"sliding_window": 6} if family == "mistral" else {}))
+    taps = (1, target.spec.num_layers)
+    generator = torch.Generator().manual_seed(1)
+    texts = torch.randint(3, target.spec.vocab_size, (3, 90), generator=generator)
+    expected = [full_forward(target, text.tolist(), taps) for text in texts]
+    passes = []
+    run = target.run
+    monkeypatch.setattr(target, "run", lambda ids, *args, **kwargs: passes.append(tuple(ids.shape)) or run(ids, *args, **kwargs))
+    cache, rows, done = open_cache(target, 3), [0, 1, 2], [0, 0, 0]
+    with cpu_attention(target.model):
+        for step, lengths in enumerate([[40, 3, 17], [5, 1, 2], [1, 1, 1], [3, 3, 3], [1, 8, 1], [7, 2], [30, 1]]):
+            if step == 5:
+                cache.select([2, 0])
+                rows, done = [2, 0], [done[2], done[0]]
+            keep = [max(1, length - 1) for length in lengths]
+            ids = torch.randint(3, target.spec.vocab_size, (len(rows), max(lengths)), generator=generator)
+            for b, row in enumerate(rows):
+                ids[b, : keep[b]] = texts[row, done[b] : done[b] + keep[b]]
+            output = cache.forward(ids, lengths, taps)
+            cache.keep(keep)
+            _compare(output, expected, rows, done, keep, 1e-5)
+            assert output.last_hidden_BSH.shape[:2] == ids.shape
+            even = len(set(lengths)) == 1
+            assert passes.pop() == (tuple(ids.shape) if even else (1, sum(lengths)))
+            done = [length + count for length, count in zip(done, keep, strict=True)]
 
 
 def test_kind_of_cache_follows_the_target(tmp_path):

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from layout_tools import eagle3, write
 from tiny import tiny_target
 
 from spectrain import cli
@@ -123,7 +124,10 @@ def test_eval_needs_a_drafter_of_this_target(capsys, workplace, tmp_path):
     assert code == 2
     assert "run.dir: run/drafter holds no drafter (config.json is missing): run spectrain fit first" in err
     for wrong, message in (
-        ({"hidden_size": 64}, "drafter was trained for another target: its target_hidden_size is 64, this target's 32"),
+        (
+            {"hidden_size": 64, "target_hidden_size": 64},
+            "drafter was trained for another target: its target_hidden_size is 64, this target's 32",
+        ),
         ({"vocab_size": 101}, "drafter was trained for another target: its vocab_size is 101, this target's 304"),
         ({"eagle_aux_hidden_state_layer_ids": [2, 9]}, "drafter was trained for another target: it reads tap 9 of 7 layers"),
         ({"model_type": 3}, "drafter/config.json describes no drafter"),
@@ -161,6 +165,22 @@ def test_training_goes_on_from_a_folder_with_its_taps_and_never_from_its_own_out
     code, _, err = dry_run(capsys, *workplace, "drafter.path=old/../old/drafter", "run.dir=old", verb="fit")
     assert (code, err.count("\n")) == (2, 1)
     assert "is where this run writes its own drafter: use another run.dir" in err
+
+
+@pytest.mark.parametrize("verb", ["fit", "eval"])
+def test_a_drafter_in_the_layout_of_others(capsys, workplace, tmp_path, verb):
+    """EAGLE's layout need not say which layers are read: the target decides."""
+    layer = LayerShape("llama", 32, 48, 4, 2, 8, 1e-5, {"rope_type": "default", "rope_theta": 10000.0}, 512)
+    shape = Eagle3Shape(layer, num_layers=1, taps=(2, 3, 4), target_vocab_size=304, draft_vocab_size=100)
+    drafter = Eagle3(shape, DraftVocab(torch.arange(100), 304, 1.0))
+    write(eagle3, drafter, tmp_path / "theirs", eagle_aux_hidden_state_layer_ids=None)
+    code, out, err = dry_run(capsys, *workplace, "drafter.path=theirs", verb=verb)
+    assert code == 0, err
+    assert "eagle3, taps [2, 3, 4], from theirs" in out
+    write(eagle3, drafter, tmp_path / "theirs", eagle_aux_hidden_state_layer_ids=[2, 3, 9])
+    code, _, err = dry_run(capsys, *workplace, "drafter.path=theirs", verb=verb)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "drafter theirs was trained for another target: it reads tap 9 of 7 layers" in err
 
 
 @pytest.mark.parametrize("key", ["run.dir", "target.path", "drafter.path", "data.train", "suite.prompts"])

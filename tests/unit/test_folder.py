@@ -226,9 +226,12 @@ def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any])
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no configuration": (lambda f: (f / "config.json").unlink(), r"config\.json is missing"),
     "broken configuration": (lambda f: (f / "config.json").write_text("{"), r"config\.json is not valid JSON"),
-    "another method": (lambda f: edit_config(f, lambda c: c.update(speculators_model_type="dflash")), r"config\.json.*'dflash'"),
+    "another method": (lambda f: edit_config(f, lambda c: c.update(speculators_model_type="medusa")), r"config\.json.*'medusa'"),
     "a list": (lambda f: (f / "config.json").write_text("[]"), r"config\.json"),
-    "a missing field": (lambda f: edit_config(f, lambda c: c.pop("norm_output")), r"config\.json.*'norm_output'"),
+    "a missing field": (
+        lambda f: edit_config(f, lambda c: c.pop("eagle_aux_hidden_state_layer_ids")),
+        r"config\.json.*'eagle_aux_hidden_state",
+    ),
     "a missing layer field": (lambda f: edit_config(f, lambda c: c["transformer_layer_config"].pop("rms_norm_eps")), r"'rms_norm_eps'"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), r"model\.safetensors is missing"),
     "broken weights": (lambda f: (f / "model.safetensors").write_bytes(b"123"), r"model\.safetensors cannot be read"),

@@ -113,14 +113,14 @@ def drawn_twin(logits_V: torch.Tensor, sampling: Sampling, uniform: float) -> in
 
 def test_sampled_answers_follow_the_truncated_law_of_the_whole_document(llama: HFEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     used: dict[str, list[float]] = {}
-    real = hf_generate.Dialogue.next_uniform
+    real = hf_generate.DrawnDialogue.next_uniform
 
-    def recorded(dialogue: hf_generate.Dialogue) -> torch.Tensor:
+    def recorded(dialogue: hf_generate.DrawnDialogue) -> torch.Tensor:
         uniform = real(dialogue)
         used.setdefault(dialogue.conversation.id, []).append(float(uniform))
         return uniform
 
-    monkeypatch.setattr(hf_generate.Dialogue, "next_uniform", recorded)
+    monkeypatch.setattr(hf_generate.DrawnDialogue, "next_uniform", recorded)
     for response in llama.generate(make_conversations(6), SAMPLED):
         answer, uniforms = answer_ids(response), used[response.conversation.id]
         assert len(uniforms) == len(answer) == len(set(uniforms))
@@ -135,7 +135,8 @@ def test_random_numbers_are_uniform_and_differ_between_prompts_turns_and_seeds()
     for number in range(40):
         for seed in range(2):
             for turn in range(2):
-                dialogue = hf_generate.Dialogue(Conversation(id="same", turns=(f"prompt {number}",) * 2), "train", "k", [1], [0], turn=turn)
+                conversation = Conversation(id="same", turns=(f"prompt {number}",) * 2)
+                dialogue = hf_generate.DrawnDialogue(conversation, "train", "k", [1], [0], turn=turn)
                 dialogue.begin_turn(25, seed)
                 numbers.append(dialogue.uniforms)
     drawn = torch.stack(numbers)
@@ -181,7 +182,7 @@ def test_prefill_takes_no_more_tokens_at_a_time_than_allowed(llama: HFEngine, mo
     lengths: list[list[int]] = []
     real = hf_generate.ResponseGenerator._prefill
 
-    def recorded(self: hf_generate.ResponseGenerator, joining: list[hf_generate.Dialogue], cache: object) -> object:
+    def recorded(self: hf_generate.ResponseGenerator, joining: list[hf_generate.DrawnDialogue], cache: object) -> object:
         lengths.append([len(dialogue.ids) for dialogue in joining])
         return real(self, joining, cache)
 

@@ -11,6 +11,7 @@ from spectrain.errors import InputError, RunError
 from spectrain.evaluation.labels import distinct_names, promise_verdict
 from spectrain.evaluation.metrics import Round, acceptance
 from spectrain.evaluation.record import Conditions, EvaluationRecord, PromptResult, build_record, read_record, read_records
+from spectrain.evaluation.reliability import ConfidenceStats
 
 CONDITIONS = Conditions(
     target="tiny",
@@ -145,6 +146,19 @@ def test_written_and_read_again_it_is_the_same(tmp_path):
     assert values["walk_acceptance_length"] == values["acceptance_length"]
 
 
+def test_confidence_figures_survive_the_file(tmp_path):
+    stats = ConfidenceStats(5, (0.1, None), (0.2, 0.3), (0.9, None), ((0.25, 0.5, 3), (0.9, 1.0, 2)), ((0.3, 0.4, 5),))
+    record = dataclasses.replace(full_record(), confidence=stats, draft_policy="scheduler", concurrency=8)
+    path = record.write(tmp_path)
+    assert path.name == "heldout-hf-eagle3-n3-t0-scheduler-c8.json"
+    assert read_record(path) == record
+    values = json.loads(path.read_text())
+    for broken in ({"ece": ["x"]}, {"rounds": None}, {"more": 1}):
+        path.write_text(json.dumps(values | {"confidence": values["confidence"] | broken}))
+        with pytest.raises(InputError, match="confidence has a wrong type"):
+            read_record(path)
+
+
 def test_file_names_differ_where_the_measurement_does():
     same = [CONDITIONS, changed(target="other")]
     different = [
@@ -154,6 +168,8 @@ def test_file_names_differ_where_the_measurement_does():
         changed(num_speculative_tokens=4),
         changed(temperature=0.5),
         changed(temperature=1.0),
+        changed(draft_policy="threshold"),
+        changed(concurrency=8),
     ]
     names = [build_record(c, [result("a", [1], 1.0)]).file_name() for c in same + different]
     assert names[0] == names[1]

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from spectrain.evaluation.metrics import Round, acceptance
 from spectrain.evaluation.record import Conditions, EvaluationRecord, PromptResult, build_record
+from spectrain.evaluation.reliability import ConfidenceStats
 from spectrain.evaluation.report import ExampleText, ReportInputs, ServeCommand, render_report, write_report
 from spectrain.evaluation.table import evaluation_table
 
@@ -151,6 +152,24 @@ def test_full_page_shows_everything():
         "2 of 4 tokens drafted",
     ):
         assert expected in text, expected
+
+
+def test_policies_are_compared_per_batch_and_confidence_is_judged():
+    stats = ConfidenceStats(50, (0.021, 0.033), (0.122, 0.144), (0.815, None), ((0.25, 0.5, 30), (0.9, 0.85, 20)), ((0.4, 0.5, 50),))
+    fixed = record("dspark", [[3, 1], [2, 1]], 1.25, drafter="d", concurrency=8)
+    cut = record("dspark", [[1, 1], [2, 1]], 1.0, drafter="d", concurrency=8, draft_policy="threshold", draft_threshold=0.3)
+    alone = record("dspark", [[1, 1], [2, 1]], 1.0, drafter="d")
+    records = [dataclasses.replace(fixed, confidence=stats), cut, alone]
+    costs = [("8 at a time", [(8, 20.0), (16, 15.0), (32, 9.5)])]
+    page = Page(render_report(ReportInputs(title="t", target="tiny-target", records=records, step_costs=costs)))
+    text = re.sub(r"\s+", " ", page.text)
+    assert "DSpark drafter, all drafts 8 2.75 3.00" in text
+    assert "DSpark drafter, threshold 0.3 8 2.25 3.00" in text
+    assert text.count("DSpark drafter, all drafts 1 ") == 0  # alone, nothing else was measured: no comparison
+    assert "1 .021 .122 .815 2 .033 .144 –" in text
+    spoken = labels(page)
+    assert any("Steps per second, 8 at a time: 8: 20.0, 16: 15.0, 32: 9.5" in label for label in spoken)
+    assert any(".25 came true .50, .90 came true .85" in label for label in spoken)
 
 
 def test_accepted_drafts_are_marked_and_nothing_else():

@@ -8,45 +8,28 @@ next token is known.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from spectrain.drafters.kv_cache import KeyValueCache
 from spectrain.drafters.layers import Rotary
 from spectrain.drafters.recurrent.eagle3 import Eagle3Body
 from spectrain.target.head import TargetHead
 
 
-@dataclass
-class RecurrentCache:
-    """B rows of ``columns_B`` observed columns each, in buffers [B, capacity, G, d] per layer."""
+class RecurrentCache(KeyValueCache):
+    """``pending_BH``: feature of the last observed token; None before the first observe."""
 
-    keys: list[Tensor]
-    values: list[Tensor]
-    columns_B: Tensor
-    pending_BH: Tensor | None = None  # feature of the last observed token; None before the first observe
-
-    def reserve(self, slots: int) -> None:
-        """Make room for ``slots`` columns a row, growing by doubling."""
-        have = self.keys[0].shape[1]
-        if slots > have:
-            extra = max(slots, 2 * have) - have
-            self.keys = [F.pad(k, (0, 0, 0, 0, 0, extra)) for k in self.keys]
-            self.values = [F.pad(v, (0, 0, 0, 0, 0, extra)) for v in self.values]
+    pending_BH: Tensor | None = None
 
     def select(self, rows_B: Tensor) -> None:
-        self.keys = [k[rows_B] for k in self.keys]
-        self.values = [v[rows_B] for v in self.values]
-        self.columns_B = self.columns_B[rows_B]
+        super().select(rows_B)
         self.pending_BH = None if self.pending_BH is None else self.pending_BH[rows_B]
 
 
 def new_cache(body: Eagle3Body, batch_size: int) -> RecurrentCache:
-    layer, weight = body.shape.layer, body.fc.weight
-    empty = [weight.new_zeros(batch_size, 64, layer.num_key_value_heads, layer.head_dim) for _ in body.layers]
-    return RecurrentCache(empty, [k.clone() for k in empty], torch.zeros(batch_size, dtype=torch.long, device=weight.device))
+    return RecurrentCache(body.shape.layer, body.shape.num_layers, batch_size, body.fc.weight)
 
 
 def observe(

@@ -13,8 +13,9 @@ from spectrain.data.vocab import DraftVocab
 from spectrain.decoding.proposers import Proposal
 from spectrain.decoding.verify import Law, sample, truncated_log_probs
 from spectrain.drafters.base import Drafter, DraftScores
+from spectrain.drafters.kv_cache import draft_uniforms
 from spectrain.drafters.layers import Rotary
-from spectrain.drafters.losses import LossSums, Teacher, draft_loss
+from spectrain.drafters.losses import LossSums, draft_loss
 from spectrain.drafters.recurrent import decode
 from spectrain.drafters.recurrent.eagle3 import Eagle3Body, Eagle3Shape
 from spectrain.drafters.recurrent.regression import start_by_regression
@@ -22,34 +23,26 @@ from spectrain.drafters.recurrent.unroll import Columns, by_teacher, unroll
 from spectrain.drafters.scoring import accept_probability
 from spectrain.target.cpu_linear import linear
 from spectrain.target.families import at_least_float32
-from spectrain.target.head import TargetHead
 
 
 class Eagle3(Drafter):
     """EAGLE-3 with any number of taps. ``steps`` are unrolled in training; drafting can go further."""
 
     method = "eagle3"
-    draft_ids_D: Tensor
-    target_to_draft_V: Tensor
+    shape: Eagle3Shape
+    body: Eagle3Body
 
     def __init__(
         self, shape: Eagle3Shape, vocab: DraftVocab, steps: int = 3, loss: LossConfig | None = None, attention: str = "auto"
     ) -> None:
-        super().__init__()
-        if (len(vocab.ids_D), vocab.target_size) != (shape.draft_vocab_size, shape.target_vocab_size):
-            raise ValueError(
-                f"the vocabulary keeps {len(vocab.ids_D)} of {vocab.target_size} tokens, the shape says {shape.draft_vocab_size}"
-            )
-        self.shape, self.vocab, self.taps = shape, vocab, shape.taps
-        self.steps, self.loss, self.attention = steps, loss or LossConfig(), attention
+        super().__init__(shape, vocab, loss, attention)
+        self.steps = steps
         self.body = Eagle3Body(shape)
         self.rotary = Rotary(shape.layer)
-        self.register_buffer("draft_ids_D", vocab.ids_D.clone(), persistent=False)
-        self.register_buffer("target_to_draft_V", vocab.target_to_draft(), persistent=False)
 
     @property
-    def lm_head_DH(self) -> Tensor:
-        return self.body.lm_head.weight if self.shape.owns_head else self.head.lm_head_weight
+    def training_steps(self) -> int:
+        return self.steps
 
     def start(self, batches: Callable[[], Iterable[PackedBatch]]) -> int:
         """Solve for a start in closed form on training documents; returns the columns used, 0 if there were too few."""
@@ -57,12 +50,12 @@ class Eagle3(Drafter):
 
     def train_losses(self, batch: PackedBatch) -> LossSums:
         columns = Columns.build(batch, self.steps)
-        hidden_KMH = unroll(self.body, self.rotary, self.head, batch, columns, self._backend(batch))
+        hidden_KMH = unroll(self.body, self.rotary, self.head, batch, columns, self.attention_backend(batch))
         students = by_teacher(hidden_KMH, columns.weights(self.loss.step_decay), columns, batch.num_tokens)
         sums = draft_loss(
             students.hidden_KUH,
             self.lm_head_DH,
-            self._teacher(batch, students.teacher_U),
+            self.teacher(batch, students.teacher_U),
             self.target_to_draft_V[batch.input_ids_T[students.teacher_U + 1]],
             students.weight_KU,
             self.loss.weights,
@@ -75,12 +68,12 @@ class Eagle3(Drafter):
     @torch.no_grad()
     def score(self, batch: PackedBatch, num_tokens: int, law: Law, draft_law: Law) -> DraftScores:
         columns = Columns.build(batch, num_tokens)
-        hidden_KMH = unroll(self.body, self.rotary, self.head, batch, columns, self._backend(batch))
+        hidden_KMH = unroll(self.body, self.rotary, self.head, batch, columns, self.attention_backend(batch))
         students = by_teacher(hidden_KMH, columns.valid_KM.float(), columns, batch.num_tokens)
         accept_KU = accept_probability(
             students.hidden_KUH,
             self.lm_head_DH,
-            self._teacher(batch, students.teacher_U),
+            self.teacher(batch, students.teacher_U),
             batch.input_ids_T[students.teacher_U + 1],
             self.vocab if self.shape.owns_head else None,
             law,
@@ -106,7 +99,7 @@ class Eagle3(Drafter):
     def propose(
         self, cache: decode.RecurrentCache, anchor_B: Tensor, n: int, law: Law, generators: Sequence[torch.Generator] | None = None
     ) -> Proposal:
-        uniforms_Bn = _uniforms(generators, n, anchor_B) if not law.greedy else None
+        uniforms_Bn = draft_uniforms(generators, n, anchor_B) if not law.greedy else None
         steps = decode.DraftSteps(self.body, self.rotary, self.head, cache, anchor_B, n)
         ids, laws = [], []
         for k, normed_BH in enumerate(steps):
@@ -126,30 +119,3 @@ class Eagle3(Drafter):
     def select(self, cache: decode.RecurrentCache, rows: Tensor) -> decode.RecurrentCache:
         cache.select(rows)
         return cache
-
-    def attach(self, head: TargetHead) -> Drafter:
-        super().attach(head)
-        # The target's own rows of the draft vocabulary: the teacher of every step, gathered once.
-        rows_DH = head.lm_head_weight[self.draft_ids_D.to(head.lm_head_weight.device)] if self.shape.owns_head else None
-        self.__dict__["_teacher_rows_DH"] = rows_DH
-        return self
-
-    def _teacher(self, batch: PackedBatch, teacher_U: Tensor) -> Teacher:
-        return Teacher(
-            head=self.head,
-            last_hidden_UH=batch.last_hidden_TH[teacher_U],
-            log_normalizer_U=None if batch.log_normalizer_T is None else batch.log_normalizer_T[teacher_U],
-            rows_DH=self.__dict__["_teacher_rows_DH"],
-        )
-
-    def _backend(self, batch: PackedBatch) -> str:
-        if self.attention != "auto":
-            return self.attention
-        return "flex" if batch.input_ids_T.is_cuda else "eager"
-
-
-def _uniforms(generators: Sequence[torch.Generator] | None, n: int, anchor_B: Tensor) -> Tensor:
-    """[B, n] numbers that drafts are drawn by, each row from its own stream."""
-    if generators is None:
-        raise ValueError("sampled drafts need a random generator per row")
-    return torch.stack([torch.rand(n, generator=generator, dtype=torch.float64) for generator in generators]).to(anchor_B.device)

@@ -1,0 +1,197 @@
+"""How far a drafter's own confidence reaches: calibration, survival, and drafting no further than a threshold.
+
+A drafter with a confidence head says of each slot j how likely its draft stands, given that the drafts before it stood: c_j. The chance
+that draft j becomes text at all is the *survival* a_j = c_1 · … · c_j. A head that was trained to order slots well still errs in the
+level, so each slot gets a temperature, c = σ(logit(c) / T), fitted from left to right so that the running product is right on held-out
+text (sequential temperature scaling, the DSpark paper).
+
+Cutting a draft short leaves the law of the output alone as long as keeping slot j is decided without looking at the draft in slot j or
+behind it: whoever is kept is then still drawn from the law that verification divides by. c_j depends on the anchor and the drafts before
+slot j only, survival falls with j, and the kept slots are a prefix: so "while survival is at least the threshold" is such a rule.
+
+Legend: B batch, R rounds, n or K draft slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from torch import Tensor
+
+from spectrain.errors import ConfigError
+
+ECE_BINS = 15
+# Temperatures tried for a slot: 1 and a geometric grid around it, then a finer one around the best.
+_COARSE = np.exp(np.linspace(-np.log(16), np.log(16), 65))
+_FINE = np.exp(np.linspace(-np.log(16) / 32, np.log(16) / 32, 17))
+_EDGE = 1e-6  # confidences are kept so far from 0 and 1, where a logit has no end
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """One temperature per slot; slots beyond the last one keep what the drafter says. Empty: nothing is changed."""
+
+    temperatures: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        for temperature in self.temperatures:
+            if not (np.isfinite(temperature) and temperature > 0):
+                raise ConfigError(f"a calibration temperature of {temperature} makes no sense: temperatures are positive numbers")
+
+    def apply(self, confidence_Rn: np.ndarray) -> np.ndarray:
+        """Calibrated confidences [R, n] in (0, 1), float64."""
+        n = confidence_Rn.shape[-1]
+        own = list(self.temperatures[:n])
+        return _sigmoid(_logit(confidence_Rn) / np.array(own + [1.0] * (n - len(own))))
+
+    def inverse(self) -> Calibration:
+        """Its ``apply`` leads from calibrated confidences back to what the drafter said."""
+        return Calibration(tuple(1 / temperature for temperature in self.temperatures))
+
+
+def survival(confidence_Bn: Tensor) -> Tensor:
+    """Chance [B, n] that draft j and all drafts before it stand."""
+    return confidence_Bn.cumprod(-1)
+
+
+class DraftPolicy(Protocol):
+    """How many of the drafts that were made are verified."""
+
+    def lengths(self, confidence_Bn: Tensor, drafted_B: list[int]) -> list[int]:
+        """Drafts to keep, at most ``drafted_B[b]`` of row b, from calibrated confidences [B, n].
+
+        Keeping slot j of a row may depend on that row's confidences up to slot j and on other rows, never on a later slot of the same row.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class ThresholdPolicy:
+    """Drafts are kept while their survival is at least ``threshold``."""
+
+    threshold: float
+
+    def lengths(self, confidence_Bn: Tensor, drafted_B: list[int]) -> list[int]:
+        survival_Bn = survival(confidence_Bn)
+        # Survival never rises from slot to slot, so counting the slots above the threshold finds the prefix.
+        kept_B = (survival_Bn >= self.threshold).sum(-1).tolist()
+        return [min(kept, drafted) for kept, drafted in zip(kept_B, drafted_B, strict=True)]
+
+
+# --- fitting and judging -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ConfidenceSamples:
+    """What a drafter said in R rounds and what became of it.
+
+    confidence: [R, K] its own, uncalibrated. stood: [R, K], whether the drafts up to and with this slot stood, or how likely that was.
+    seen: [R, K], False for slots whose fate is unknown (not drafted, or beyond the end of the text).
+    """
+
+    confidence: np.ndarray
+    stood: np.ndarray
+    seen: np.ndarray
+
+    @property
+    def slots(self) -> int:
+        return self.confidence.shape[1]
+
+    def survival(self, calibration: Calibration) -> np.ndarray:
+        """Predicted survival [R, K], float64."""
+        return calibration.apply(self.confidence).cumprod(-1)
+
+
+def fit_calibration(samples: ConfidenceSamples) -> Calibration:
+    """A temperature per slot, from left to right, each with the least calibration error of the running product up to its slot.
+
+    A slot that no round has seen keeps temperature 1. If the result is not better than no calibration on the very samples it was fitted to
+    (mean error over slots), nothing is calibrated.
+    """
+    temperatures: list[float] = []
+    before_R = np.ones(len(samples.confidence))
+    logit_RK = _logit(samples.confidence)
+    for slot in range(samples.slots):
+        seen_R = samples.seen[:, slot]
+        temperature = 1.0
+        if seen_R.any():
+            logit, before, stood = logit_RK[seen_R, slot], before_R[seen_R], samples.stood[seen_R, slot]
+
+            def error(t: float, logit: np.ndarray = logit, before: np.ndarray = before, stood: np.ndarray = stood) -> float:
+                return calibration_error(before * _sigmoid(logit / t), stood)
+
+            # 1 comes first: of equal errors the first wins.
+            best = min([1.0, *_COARSE], key=error)
+            temperature = float(min([best, *(best * _FINE)], key=error))
+        temperatures.append(temperature)
+        before_R = before_R * _sigmoid(logit_RK[:, slot] / temperature)
+    fitted = Calibration(tuple(temperatures))
+    if _mean_error(samples, fitted) < _mean_error(samples, Calibration()):
+        return fitted
+    return Calibration((1.0,) * samples.slots)
+
+
+def calibration_error(predicted: np.ndarray, happened: np.ndarray, bins: int = ECE_BINS) -> float:
+    """Expected calibration error: Σ over bins of equal width of share · |mean prediction − mean outcome| (Guo et al. 2017).
+
+    NaN without samples. Outcomes may be probabilities.
+    """
+    if len(predicted) == 0:
+        return float("nan")
+    index = _bin_of(predicted, bins)
+    gap = np.bincount(index, weights=predicted, minlength=bins) - np.bincount(index, weights=happened, minlength=bins)
+    return float(np.abs(gap).sum() / len(predicted))
+
+
+@dataclass(frozen=True)
+class ReliabilityBin:
+    """Predictions of one bin: their mean, the share of them that came true, and how many there are."""
+
+    predicted: float
+    happened: float
+    count: int
+
+
+def reliability(predicted: np.ndarray, happened: np.ndarray, bins: int = 10) -> tuple[ReliabilityBin, ...]:
+    """The bins that are not empty, ascending: what a reliability diagram draws."""
+    index = _bin_of(predicted, bins)
+    counts = np.bincount(index, minlength=bins)
+    means, shares = (np.bincount(index, weights=values, minlength=bins) / np.maximum(counts, 1) for values in (predicted, happened))
+    return tuple(ReliabilityBin(float(means[i]), float(shares[i]), int(counts[i])) for i in range(bins) if counts[i])
+
+
+def auroc(score: np.ndarray, happened: np.ndarray) -> float:
+    """Chance that a case that happened has a higher score than one that did not, equal scores counted half. NaN if all are alike.
+
+    ``happened`` may be probabilities: each case then counts in part on both sides.
+    """
+    order = np.argsort(score, kind="stable")
+    values, yes = score[order], np.asarray(happened, dtype=np.float64)[order]
+    no = 1.0 - yes
+    if yes.sum() <= 0 or no.sum() <= 0:
+        return float("nan")
+    starts = np.flatnonzero(np.concatenate(([True], values[1:] != values[:-1])))
+    yes_t, no_t = np.add.reduceat(yes, starts), np.add.reduceat(no, starts)  # per distinct score
+    below_t = np.cumsum(no_t) - no_t
+    return float((yes_t * (below_t + no_t / 2)).sum() / (yes.sum() * no.sum()))
+
+
+def _mean_error(samples: ConfidenceSamples, calibration: Calibration) -> float:
+    predicted = samples.survival(calibration)
+    errors = [calibration_error(predicted[seen, k], samples.stood[seen, k]) for k, seen in enumerate(samples.seen.T) if seen.any()]
+    return float(np.mean(errors)) if errors else 0.0
+
+
+def _bin_of(predicted: np.ndarray, bins: int) -> np.ndarray:
+    return np.clip((predicted * bins).astype(np.int64), 0, bins - 1)
+
+
+def _logit(p: np.ndarray) -> np.ndarray:
+    clipped = np.clip(p.astype(np.float64), _EDGE, 1 - _EDGE)
+    return np.log(clipped) - np.log1p(-clipped)
+
+
+def _sigmoid(x: np.ndarray) -> np.ndarray:
+    return 1.0 / (1.0 + np.exp(-x))

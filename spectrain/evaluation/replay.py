@@ -1,0 +1,87 @@
+"""Going along a finished text: what a drafter proposes, and what the target says, at any position of it.
+
+One pass of the target over prompt and answer gives every tap and every prediction along the text, so a drafter can be shown exactly what a
+server showed its own, round by round, without decoding again. That is how rounds are compared after two texts parted at a tie, how
+close two tokens were is looked up, and how a wrong reading of a drafter's folder is tried out.
+
+Legend: S tokens of the text, A taps, H hidden, V vocabulary of the target, n drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from spectrain.decoding.verify import GREEDY, Law
+from spectrain.drafters.base import Drafter
+from spectrain.target.model import TargetModel
+
+# Drafts drawn so cold are arg maxes, unless two tokens tie within rounding; the law that comes with them holds the logits, divided by it.
+_COLD = Law(temperature=1e-3)
+_TRIES = 16  # draws, until the drafts before a slot are the wanted ones: one is enough but where such a tie lies before it
+
+
+class Text:
+    """Prompt and answer as one sequence of ids, run once through the target when something of it is asked for."""
+
+    def __init__(self, target: TargetModel, ids: Sequence[int], tap_ids: Sequence[int]) -> None:
+        self.target, self.ids, self.tap_ids = target, list(ids), tuple(tap_ids)
+
+    @cached_property
+    def _output(self) -> tuple[Tensor, Tensor | None]:
+        ids_1S = torch.tensor([self.ids], device=self.target.device)
+        output = self.target.run(ids_1S, torch.arange(len(self.ids), device=self.target.device)[None], tap_ids=self.tap_ids)
+        return output.last_hidden_BSH, output.taps_BSAH
+
+    def taps(self, ids: Sequence[int]) -> Tensor | None:
+        """States [1, S, A, H] of some of ``tap_ids``, in the order asked for; ``None`` for none."""
+        taps_1SAH = self._output[1]
+        return None if taps_1SAH is None or not ids else taps_1SAH[:, :, [self.tap_ids.index(tap) for tap in ids]]
+
+    def target_logits(self, position: int) -> Tensor:
+        """The target's logits [V] of the token after ``position``."""
+        return self.target.logits(self._output[0][0, position]).float()
+
+
+class Follower:
+    """A drafter that is led along a text. Anchors must ascend; what lies before an anchor is shown to the drafter when it gets there.
+
+    ``n`` drafts are asked for every time, whatever is wanted of them: those of a block may depend on its length.
+    """
+
+    def __init__(self, drafter: Drafter, text: Text, taps_1SAH: Tensor | None, n: int) -> None:
+        self._drafter, self._taps_1SAH, self._n = drafter, taps_1SAH, n
+        self._ids_1S = torch.tensor([text.ids], device=text.target.device)
+        self._cache, self._seen = drafter.new_cache(1), 0
+
+    def draft(self, anchor: int) -> tuple[int, ...]:
+        """The n arg-max drafts behind the token at ``anchor``."""
+        self._show(anchor)
+        return tuple(self._drafter.propose(self._cache, self._ids_1S[:, anchor], self._n, GREEDY).ids[0].tolist())
+
+    def logits_after(self, anchor: int, drafts: Sequence[int]) -> Tensor | None:
+        """The drafter's logits [V] of the slot behind these drafts, relative to the largest; -inf where it cannot draft a token.
+
+        ``None`` if the drafter does not draft these.
+        """
+        self._show(anchor)
+        slot = len(drafts)
+        for seed in range(_TRIES):
+            generator = torch.Generator().manual_seed(seed)
+            proposal = self._drafter.propose(self._cache, self._ids_1S[:, anchor], self._n, _COLD, [generator])
+            if proposal.law is not None and proposal.ids[0, :slot].tolist() == list(drafts):
+                logits_V = proposal.law[0, slot] * _COLD.temperature
+                return logits_V - logits_V.max()
+        return None
+
+    def _show(self, anchor: int) -> None:
+        """The anchor itself is committed, but its own taps do not exist when its drafts are made."""
+        if anchor > self._seen:
+            part = slice(self._seen, anchor)
+            taps = None if self._taps_1SAH is None else self._taps_1SAH[:, part]
+            lengths_1 = torch.tensor([anchor - self._seen], device=self._ids_1S.device)
+            self._drafter.observe(self._cache, self._ids_1S[:, part], taps, lengths_1)
+            self._seen = anchor

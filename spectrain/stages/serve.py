@@ -1,0 +1,202 @@
+"""``spectrain serve``: vLLM's server with a target and a drafter, as measured; or its command, to be started elsewhere.
+
+The server replaces this process (``exec``): it has the terminal, gets every signal itself, and its exit code is ours. Whatever vLLM can do
+for those who serve (context length, sampling defaults of the target, addresses, keys) stays as vLLM has it; what this command knows better
+is the drafter, its method, how many tokens to draft, and the engine's settings.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from spectrain.config import SpectrainConfig, TargetConfig
+from spectrain.console import say, stdout
+from spectrain.drafters.served import ServedDrafter, drafter_digest, read_served
+from spectrain.engines import vllm_options
+from spectrain.errors import ConfigError, InputError, RunError
+from spectrain.evaluation.recommend import Recommendation, recommend
+from spectrain.evaluation.record import EvaluationRecord, read_record
+from spectrain.run_dir import RunDir
+
+# Arguments that spectrain sets for its own runs. A server keeps vLLM's: the target's whole context, and its own sampling defaults.
+_OF_RUNS = ("max_model_len", "generation_config", "seed")
+# Where the configuration says no more than vLLM by itself, the command stays short.
+_VLLM_DEFAULTS: dict[str, Any] = {
+    "dtype": "auto",
+    "trust_remote_code": False,
+    "tensor_parallel_size": 1,
+    "pipeline_parallel_size": 1,
+    "data_parallel_size": 1,
+    "enforce_eager": False,
+}
+_COMMIT = re.compile("[0-9a-f]{40}")
+
+
+@dataclass(frozen=True)
+class ServeCommand:
+    """A server's command line and the variables it needs over those of this process."""
+
+    arguments: list[str]
+    environment: dict[str, str]
+
+    def __str__(self) -> str:
+        """For a shell."""
+        variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
+        return " ".join([*variables, shlex.join(self.arguments)])
+
+
+def serve(config: SpectrainConfig, given: Sequence[str], flags: Sequence[str] = (), print_only: bool = False) -> None:
+    """Become vLLM's server, or print its command.
+
+    Args:
+        given: the overrides of the command line; what they name wins over what the drafter and evaluation say.
+        flags: for vLLM, as they are.
+
+    Raises ConfigError or InputError before anything is started. Does not return unless ``print_only``.
+    """
+    command = serve_command(config, given, flags)
+    if print_only:
+        stdout.print(str(command), markup=False, soft_wrap=True)
+        return
+    say(f"serve: {command}")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        os.execvpe(command.arguments[0], command.arguments, {**os.environ, **command.environment})
+    except OSError as error:
+        raise RunError(f"vLLM could not be started ({error})") from error
+
+
+def serve_command(config: SpectrainConfig, given: Sequence[str], flags: Sequence[str] = ()) -> ServeCommand:
+    """The command of ``serve``; everything that can be checked is checked. Arguments and errors as there."""
+    keys = {override.partition("=")[0] for override in given}
+    drafter = read_served(_drafter_path(config, keys))
+    target, target_config = _target(config, drafter, keys)
+    _check_fit(drafter, target, target_config)
+    number = _num_speculative_tokens(config, drafter, keys)
+    args = vllm_options.engine_args(config.engine, target_config, target, {"speculative_config": drafter.speculative_config(number)})
+    vllm_options.check_args(args)
+    return ServeCommand([*_server(target), *vllm_options.cli_flags(_kept(args, config.engine.args)), *flags], _environment(config))
+
+
+def _server(target: str) -> list[str]:
+    """``vllm serve TARGET``; by module, because not every build comes with a command that works."""
+    if vllm_options.is_cpu_build():
+        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", target]
+    return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", target]
+
+
+def _kept(args: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The engine arguments to name: all that the user gave, and ours where they say something."""
+    kept = {}
+    for name, value in args.items():
+        ours = name not in given
+        if name == "model" or (ours and (name in _OF_RUNS or _VLLM_DEFAULTS.get(name) == value)):
+            continue
+        kept[name] = value
+    return kept
+
+
+def _environment(config: SpectrainConfig) -> dict[str, str]:
+    return vllm_options.environment(config.engine)
+
+
+# --- drafter and target ----------------------------------------------------------------------------------------------------------
+
+
+def _drafter_path(config: SpectrainConfig, keys: set[str]) -> str:
+    """drafter.path of the command line, or the run's own drafter. One that the run went on from is not what it trained."""
+    if "drafter.path" in keys and config.drafter.path is not None:
+        return config.drafter.path
+    if "run.dir" not in keys:
+        raise ConfigError("serve what? Name a run (run.dir=DIR) or a drafter (drafter.path=FOLDER_OR_HUB_ID)")
+    folder = RunDir(config.run.dir).drafter
+    if not folder.is_dir():
+        raise InputError(f"run.dir={config.run.dir} holds no drafter: run spectrain fit first, or name one with drafter.path")
+    return str(folder)
+
+
+def _target(config: SpectrainConfig, drafter: ServedDrafter, keys: set[str]) -> tuple[str, TargetConfig]:
+    """(folder or Hub id of the target, its settings with the revision to load): the one the user names, else the drafter's own."""
+    named = bool(keys & {"target", "target.path", "recipe"})
+    own = drafter.target
+    if own is not None and not named:
+        if os.path.isdir(own):
+            return own, replace(config.target, path=own, revision=None)
+        if not os.path.isabs(own):  # an id of the Hub
+            commit = drafter.target_revision or ""  # of a target that came from elsewhere, this is no commit
+            return own, replace(config.target, path=own, revision=commit if _COMMIT.fullmatch(commit) else None)
+    if not config.target.path:
+        known = "does not say what it was trained for" if own is None else f"was trained for {own}, which is not here"
+        raise InputError(f"drafter {drafter.path} {known}: name the target with target.path=FOLDER_OR_HUB_ID")
+    from spectrain.target.resolve import locate_target, resolve_target
+
+    source = locate_target(config.target)
+    if source.kind in ("hub", "cache"):
+        return config.target.path, replace(config.target, revision=source.revision)
+    folder = source.folder or resolve_target(config.target).folder
+    return str(folder.resolve()), replace(config.target, revision=None)
+
+
+def _check_fit(drafter: ServedDrafter, target: str, config: TargetConfig) -> None:
+    """A drafter for another target would end in an error of shapes, after the target was loaded. Checked where the target is here."""
+    if not os.path.isdir(target):
+        return
+    from spectrain.target.spec import TargetSpec
+
+    spec = TargetSpec.from_folder(Path(target), config.trust_remote_code)
+    for name, ours, theirs in (
+        ("hidden size", drafter.hidden_size, spec.hidden_size),
+        ("vocabulary", drafter.vocab_size, spec.vocab_size),
+    ):
+        if ours != theirs:
+            raise InputError(f"drafter {drafter.path} was trained for another target: its {name} is {ours:,}, that of {target} {theirs:,}")
+    if drafter.last_tap is not None and drafter.last_tap > spec.num_layers:
+        raise InputError(
+            f"drafter {drafter.path} was trained for another target: it reads layer {drafter.last_tap}, {target} has {spec.num_layers}"
+        )
+
+
+# --- how many tokens to draft ----------------------------------------------------------------------------------------------------
+
+
+def _num_speculative_tokens(config: SpectrainConfig, drafter: ServedDrafter, keys: set[str]) -> int:
+    """The number on the command line, else the one that evaluation recommends, else the drafter's own."""
+    most = drafter.most_tokens
+    if "decoding.num_speculative_tokens" in keys:
+        number = config.decoding.num_speculative_tokens
+        if most is not None and number > most:
+            raise ConfigError(f"decoding.num_speculative_tokens={number}: drafter {drafter.path} drafts at most {most}: lower it")
+        return number
+    found = recommend(measured_records(config, drafter, keys), drafter.recurrent)
+    if found is None or (most is not None and found.num_speculative_tokens > most):
+        say(f"serve: {drafter.num_speculative_tokens} drafts a round, as the drafter's folder says (nothing else was measured)")
+        return drafter.num_speculative_tokens
+    say(f"serve: {found.num_speculative_tokens} drafts a round: {found.reason}")
+    if _loses(found):
+        say("serve: note: no speculation at all was faster in that measurement")
+    return found.num_speculative_tokens
+
+
+def _loses(found: Recommendation) -> bool:
+    return found.speedup is not None and found.speedup < 1
+
+
+def measured_records(config: SpectrainConfig, drafter: ServedDrafter, keys: set[str]) -> list[EvaluationRecord]:
+    """Evaluation records of exactly these weights, in the run directory that was named, else in the one that the drafter lies in."""
+    folder = Path(drafter.path)
+    run_dir = RunDir(config.run.dir if "run.dir" in keys else folder.parent)
+    stages = run_dir.manifest()["stages"]
+    entries = [entry for name, entry in stages.items() if name.startswith("eval/") and "record" in entry.get("outputs", {})]
+    if not entries or not folder.is_dir():
+        return []
+    digest = drafter_digest(folder)
+    paths = [run_dir.path / entry["outputs"]["record"] for entry in entries if entry["inputs"]["fixed"].get("drafter") == digest]
+    return [record for record in (read_record(path) for path in paths if path.is_file()) if record.is_drafter]

@@ -1,0 +1,199 @@
+"""Tiny targets that vLLM can run, drafters trained on what they say, and wrong readings of a drafter's folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from drafter_tools import Options
+from safetensors.torch import load_file, save_file
+from small_targets import capture
+from tiny import VOCAB_SIZE, tiny_target, tiny_tokenizer
+from transformers import AutoModelForCausalLM
+
+from spectrain.config import EngineConfig, TargetConfig
+from spectrain.data.packing import pack_batch
+from spectrain.data.states import TargetStates
+from spectrain.data.vocab import DraftVocab, full_vocab
+from spectrain.decoding.loop import GenerationResult, speculative_generate
+from spectrain.decoding.verify import GREEDY
+from spectrain.drafters.folder import save_drafter
+from spectrain.drafters.layers import LayerShape
+from spectrain.drafters.recurrent.drafter import Eagle3
+from spectrain.drafters.recurrent.eagle3 import Eagle3Shape
+from spectrain.engines.service import Answer, ServedRound
+from spectrain.engines.vllm_options import engine_args, environment
+from spectrain.evaluation.parity import Played
+from spectrain.evaluation.served import placed_rounds
+from spectrain.target.families import head_math
+from spectrain.target.head import TargetHead
+from spectrain.target.model import TargetModel
+from spectrain.target.spec import TargetSpec
+
+DRAFTS, ANSWER, LAYERS = 3, 24, 7
+# Wide enough for vLLM's kernels: heads of 32. Seven layers, so that vLLM's default taps are three.
+SHAPE: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "num_hidden_layers": LAYERS,
+}
+FAMILY_SHAPES: dict[str, dict[str, Any]] = {
+    "gemma4_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 3 + ["full_attention"],
+        "sliding_window": 16,
+        "global_head_dim": 64,
+        "num_kv_shared_layers": 0,
+    }
+}
+ENGINE = EngineConfig(name="vllm", max_num_seqs=8, environment={"VLLM_CPU_KVCACHE_SPACE": "1"})
+TARGET = TargetConfig(max_length=128)
+
+
+@dataclass(frozen=True)
+class Family:
+    """A target with prompts, what it says greedily, and its states."""
+
+    folder: Path
+    model: TargetModel
+
+    @classmethod
+    def make(cls, family: str, folder: Path) -> Family:
+        tiny_target(family, folder, **SHAPE, **FAMILY_SHAPES.get(family, {}))
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        return cls(folder, TargetModel(model, tiny_tokenizer(), TargetSpec.from_config(model.config), head_math(model.config)))
+
+    @cached_property
+    def prompts(self) -> list[list[int]]:
+        generator = torch.Generator().manual_seed(0)
+        lengths = torch.randint(4, 12, (12,), generator=generator).tolist()
+        return [torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
+
+    @cached_property
+    def plain(self) -> list[GenerationResult]:
+        return speculative_generate(self.model, None, self.prompts, ANSWER, 0, GREEDY, self.eos_ids).results
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        return (int(tiny_tokenizer().eos_token_id),)
+
+    @cached_property
+    def states(self) -> list[TargetStates]:
+        texts = zip(self.prompts, self.plain, strict=True)
+        return [capture(self.model, prompt, answer.ids, range(LAYERS + 1), f"d{i}", "train") for i, (prompt, answer) in enumerate(texts)]
+
+    def ours(self, drafter: Eagle3, count: int | None = None) -> list[Played]:
+        """What our loop plays on the first ``count`` prompts; None: on all."""
+        prompts = self.prompts[:count]
+        results = speculative_generate(self.model, drafter, prompts, ANSWER, DRAFTS, GREEDY, self.eos_ids).results
+        return [Played(prompt, result.ids, result.rounds) for prompt, result in zip(prompts, results, strict=True)]
+
+
+def train(family: Family, options: Options, steps: int = 35) -> Eagle3:
+    """A drafter that has seen the answers often enough to draft much of them, not all."""
+    counts = Counter(token for answer in family.plain for token in answer.ids)
+    kept = sorted(token for token, _ in counts.most_common(100))
+    vocab = DraftVocab(torch.tensor(kept), VOCAB_SIZE, 0.5) if options.reduced else full_vocab(VOCAB_SIZE)
+    shape = Eagle3Shape(
+        layer=LayerShape(options.layer_type, 64, 96, 2, 1, 32, 1e-6, {"rope_type": "default", "rope_theta": 100.0}, 512),
+        num_layers=options.num_layers,
+        taps=options.taps,
+        target_vocab_size=VOCAB_SIZE,
+        draft_vocab_size=len(vocab.ids_D),
+        norm_before_residual=options.norm_before_residual,
+        norm_before_fc=options.norm_before_fc,
+        fc_norm=options.fc_norm,
+        norm_output=options.norm_output,
+    )
+    drafter = Eagle3(shape, vocab, steps=DRAFTS)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for _, parameter in sorted(drafter.named_parameters()):
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.3 * noise if parameter.ndim == 1 else noise / parameter.shape[1] ** 0.5)
+    drafter.attach(TargetHead.from_checkpoint(family.folder))
+    batch = pack_batch([dataclasses.replace(states, taps=states.taps[:, list(options.taps)]) for states in family.states])
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=5e-3)
+    for _ in range(steps):
+        sums = drafter.train_losses(batch)
+        (sums.loss / sums.weight).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return drafter.eval()
+
+
+def save(family: Family, drafter: Eagle3, folder: Path) -> Path:
+    architectures = tuple(family.model.model.config.architectures)
+    save_drafter(drafter, folder, target=str(family.folder), target_architectures=architectures, num_speculative_tokens=DRAFTS)
+    return folder
+
+
+def mutated(folder: Path, into: Path, change: Callable[[dict[str, Any], dict[str, torch.Tensor]], None]) -> Path:
+    """A copy of a drafter's folder with its configuration and tensors changed."""
+    shutil.copytree(folder, into)
+    config = json.loads((into / "config.json").read_text())
+    tensors = load_file(into / "model.safetensors")
+    change(config, tensors)
+    (into / "config.json").write_text(json.dumps(config))
+    save_file(tensors, into / "model.safetensors", metadata={"format": "pt"})
+    return into
+
+
+def job(name: str, family: Family, folder: Path) -> dict[str, Any]:
+    """One engine of ``parity_rounds.py``."""
+    speculation = {"model": str(folder), "method": "eagle3", "num_speculative_tokens": DRAFTS}
+    extra = {"speculative_config": speculation, "per_request_spec_decode_metrics": "detailed"}
+    extra |= {"skip_tokenizer_init": True, "async_scheduling": False, "disable_log_stats": False}
+    request = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "seed": None, "states": None, "max_tokens": ANSWER}
+    return {
+        "name": name,
+        "args": engine_args(ENGINE, TARGET, family.folder, extra),
+        "requests": [
+            {**request, "id": str(number), "prompt_ids": prompt, "stop_ids": list(family.eos_ids)}
+            for number, prompt in enumerate(family.prompts)
+        ],
+    }
+
+
+def run_jobs(jobs: Sequence[dict[str, Any]], log: Path, engine: EngineConfig = ENGINE) -> dict[str, dict[str, Any]]:
+    """Name -> what the engine of that name reported."""
+    variables = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING", **environment(engine)}
+    script = Path(__file__).parent / "vllm" / "parity_rounds.py"
+    with log.open("w") as errors:
+        done = subprocess.run(
+            [sys.executable, str(script)], input=json.dumps(list(jobs)), stdout=subprocess.PIPE, stderr=errors, env=variables, text=True
+        )
+    reports = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(reports) == len(jobs), log.read_text()[-3000:]
+    return {report["name"]: report for report in reports}
+
+
+def played(family: Family, report: Mapping[str, Any]) -> list[Played]:
+    assert "error" not in report, report["error"]
+    return [as_played(prompt, as_answer(report["answers"][str(number)])) for number, prompt in enumerate(family.prompts)]
+
+
+def as_played(prompt: list[int], answer: Answer) -> Played:
+    return Played(prompt, answer.ids, placed_rounds(len(prompt), answer))
+
+
+def as_rounds(played: Played) -> list[ServedRound]:
+    """What a server would report of a play of ours."""
+    return [ServedRound(len(round_.drafts), round_.accepted, round_.drafts) for round_ in played.rounds]
+
+
+def as_answer(found: Mapping[str, Any]) -> Answer:
+    return Answer(**{**found, "rounds": [ServedRound(drafted, right, tuple(ids)) for drafted, right, ids in found["rounds"]]})

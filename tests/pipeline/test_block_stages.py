@@ -1,0 +1,72 @@
+"""Block drafters through the whole pipeline, and what is said of them before work starts."""
+
+from pathlib import Path
+
+import pytest
+from workplace import make
+
+from spectrain import cli
+from spectrain.drafters.folder import load_drafter, read_method
+from spectrain.evaluation.record import read_records
+
+METHODS = {
+    "dflash": ["drafter=dflash", "drafter.block.block_size=5"],
+    "dspark": ["drafter=dspark", "drafter.block.block_size=4", "drafter.block.markov_rank=8"],
+    "dflash2": ["drafter=dflash2", "drafter.block.block_size=5", "drafter.draft_vocab_size=null"],
+}
+
+
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory):
+    return [*make(tmp_path_factory.mktemp("workplace")), "drafter.block.anchors=32", "drafter.num_layers=1"]
+
+
+@pytest.fixture(scope="module")
+def finished(arguments, tmp_path_factory):
+    """Run directories of all methods; taps are the same, so states of the first would do, but a run stands alone."""
+    folder = tmp_path_factory.mktemp("runs")
+    for method, options in METHODS.items():
+        assert cli.main(["run", *arguments, *options, f"run.dir={folder / method}"]) == 0
+    return folder
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run_makes_a_drafter_and_measures_it(finished, method):
+    run = finished / method
+    drafter = load_drafter(run / "drafter")
+    assert drafter.method == read_method(run / "drafter") == method
+    assert drafter.taps == (1, 2, 4, 5, 6)
+    assert (drafter.shape.num_drafts, drafter.shape.owns_head) == (4, method != "dflash2")
+    records = {record.method: record for record in read_records(run / "eval")}
+    assert set(records) == {"none", "ngram", method}
+    # The walk over the same answers is what the loop counted.
+    assert records[method].walk_acceptance_length == pytest.approx(records[method].acceptance_length, abs=1e-6)
+
+
+def test_it_is_skipped_measured_again_and_gone_on_from(arguments, finished, tmp_path, capsys):
+    run, options = finished / "dspark", METHODS["dspark"]
+    assert cli.main(["fit", *arguments, *options, f"run.dir={run}"]) == 0
+    assert "fit: unchanged, skipped" in capsys.readouterr().err
+    assert cli.main(["eval", f"run.dir={run}", "decoding.num_speculative_tokens=2", "suite.max_prompts=2"]) == 0
+    more = [f"drafter.path={run / 'drafter'}", "trainer.max_steps=1", f"run.dir={tmp_path / 'more'}"]
+    assert cli.main(["fit", *arguments, *options, *more]) == 0
+    assert load_drafter(tmp_path / "more" / "drafter").shape == load_drafter(run / "drafter").shape
+
+
+def test_what_cannot_be_is_said_at_once(arguments, finished, tmp_path, capsys):
+    cases = [
+        ("fit", [*METHODS["dflash"], "decoding.num_speculative_tokens=5"], "blocks of 5 slots give 4 drafts a round"),
+        ("fit", ["drafter=dflash", "drafter.unroll_steps=5"], "drafter.unroll_steps is a recurrent drafter's"),
+        ("fit", ["drafter=dflash2"], "dflash2 drafts from the whole vocabulary"),
+        ("fit", ["drafter=dspark", "drafter.block.mask_token_id=99999"], "outside the target's vocabulary"),
+        ("fit", [f"drafter.path={finished / 'dflash' / 'drafter'}", "drafter=dspark"], "holds a dflash drafter: set drafter.method=dflash"),
+        (
+            "eval",
+            [f"drafter.path={finished / 'dflash' / 'drafter'}", "drafter=dflash", "decoding.num_speculative_tokens=5"],
+            "gives 4 a round, lower it",
+        ),
+    ]
+    for verb, options, message in cases:
+        assert cli.main([verb, *arguments, *options, f"run.dir={tmp_path / 'run'}"]) == 2
+        assert message in capsys.readouterr().err
+        assert not Path(tmp_path / "run" / "responses").exists()

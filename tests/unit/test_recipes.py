@@ -1,0 +1,205 @@
+"""Every recipe composes and plans without a network, with figures that a calculation by hand confirms."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tiny import tiny_tokenizer
+from transformers import Qwen3Config
+
+from spectrain import cli
+from spectrain.checks import prepare, target_spec
+from spectrain.compose import compose
+from spectrain.config import TargetConfig
+from spectrain.engines.vllm_options import vllm_version
+from spectrain.errors import ConfigError
+from spectrain.share import group_options
+from spectrain.stages import plan
+from spectrain.target.resolve import TargetSource
+
+QWEN3_8B: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "head_dim": 128,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 40960,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    "tie_word_embeddings": False,
+    "vocab_size": 151936,
+}
+BLOCK = ["dflash_quickstart", "dspark_quickstart"]
+QWEN3 = ["dflash_qwen3", "dspark_qwen3", "dflash2_qwen3"]
+try:
+    vllm_version()
+    HAS_VLLM = True
+except ConfigError:
+    HAS_VLLM = False
+needs_vllm = pytest.mark.skipif(not HAS_VLLM, reason="these recipes run vLLM")
+
+
+def write_config(folder: Path) -> None:
+    Qwen3Config(**QWEN3_8B, dtype="bfloat16").save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def qwen3_8b(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shape of Qwen3-8B, with next to no weights: a dry run reads none."""
+    folder = tmp_path_factory.mktemp("qwen3") / "Qwen3-8B"
+    folder.mkdir()
+    write_config(folder)
+    header = json.dumps({"model.norm.weight": {"dtype": "BF16", "shape": [4096], "data_offsets": [0, 8192]}}).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(8192))
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def dry_run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    code = cli.main(["plan", *arguments])
+    captured = capsys.readouterr()
+    assert code == 0, captured.err
+    assert not list(Path.cwd().iterdir())
+    return " ".join(captured.out.split())
+
+
+def test_all_recipes_are_known() -> None:
+    assert {*group_options("recipe")} >= {"quickstart", *BLOCK, *QWEN3}
+
+
+# --- on the CPU target ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", ["quickstart", *BLOCK])
+def test_quickstarts_plan_from_the_installed_package(
+    recipe: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spectrain.target.resolve._cached_snapshot", lambda config: None)
+    monkeypatch.setattr("spectrain.target.resolve._ask_hub", lambda config: TimeoutError("no network"))
+    out = dry_run(capsys, f"recipe={recipe}")
+    method = recipe.split("_")[0].replace("quickstart", "eagle3")
+    assert f"drafter {method}, taps [2, " in out and "30 layers, hidden size 576, 49,152 tokens" in out
+    assert "340 training, 40 held out" in out
+    for text in ("GB of states", "memory target", "M trained parameters", "in all"):
+        assert text in out
+
+
+@pytest.mark.parametrize("recipe", BLOCK)
+def test_block_quickstarts(recipe: str) -> None:
+    config = compose([f"recipe={recipe}"])
+    drafter = config.drafter
+    assert (drafter.num_layers, drafter.block.block_size, drafter.most_drafts) == (2, 8, config.decoding.num_speculative_tokens)
+    assert {name: weight for name, weight in drafter.loss.weights.items() if weight} == {"ce": 0.1, "tv": 0.9}
+    assert drafter.taps == (2, 9, 16, 23, 30)
+    assert config.engine.name == "hf"
+
+
+# --- Qwen3-8B, as published ---------------------------------------------------------------------------------------------------------
+
+
+@needs_vllm
+@pytest.mark.parametrize(("recipe", "block", "drafts"), [("dflash_qwen3", 16, 15), ("dspark_qwen3", 7, 7), ("dflash2_qwen3", 8, 7)])
+def test_published_settings(recipe: str, block: int, drafts: int, capsys: pytest.CaptureFixture[str], qwen3_8b: Path) -> None:
+    config = compose([f"recipe={recipe}"])
+    drafter, trainer = config.drafter, config.trainer
+    assert (drafter.method, drafter.num_layers, drafter.taps) == (recipe.split("_")[0], 5, (2, 10, 18, 26, 34))
+    assert (drafter.block.block_size, drafter.block.anchors) == (block, 512)
+    assert (drafter.most_drafts, config.decoding.num_speculative_tokens) == (drafts, drafts)
+    assert {name: weight for name, weight in drafter.loss.weights.items() if weight} == {"ce": 0.1, "tv": 0.9}
+    assert (trainer.learning_rate, trainer.schedule, trainer.warmup_fraction) == (6e-4, "cosine", 0.04)
+    assert (config.target.path, config.engine.name, config.capture.during_generation) == ("Qwen/Qwen3-8B", "vllm", True)
+    out = dry_run(capsys, f"recipe={recipe}", f"target.path={qwen3_8b}", "target.dtype=bfloat16")
+    assert "36 layers, hidden size 4096, 151,936 tokens, bfloat16" in out
+    assert f"drafter {drafter.method}, taps [2, 10, 18, 26, 34]" in out
+    assert "memory target 16.38 GB" in out  # 8.19 billion parameters
+
+
+def estimate(recipe: str, folder: Path, *more: str) -> tuple[Any, plan.Estimate]:
+    context = prepare(compose([f"recipe={recipe}", f"target.path={folder}", "target.dtype=bfloat16", *more]), "plan", fetch=False)
+    return context, plan.estimate(context)
+
+
+@needs_vllm
+def test_figures_of_a_block_drafter(qwen3_8b: Path) -> None:
+    context, numbers = estimate("dflash_qwen3", qwen3_8b)
+    layer = 4096 * 128 * (32 + 2 * 8) + 32 * 128 * 4096 + 3 * 4096 * 12288
+    assert numbers.drafter_parameters == 5 * layer + 5 * 4096 * 4096
+    # Five taps and the last hidden state in bfloat16, with ids, mask and normaliser.
+    assert 6 * 4096 * 2 < numbers.states_bytes / numbers.tokens < 6 * 4096 * 2 + 32
+    # Weights, gradients, moments and the target's two matrices make 21.8 GB; a row's activations come to a few more.
+    steady = 16 * numbers.drafter_parameters + 4 * 2 * 151936 * 4096
+    assert steady + 1e9 < numbers.train_bytes < steady + 20e9
+
+    speed = plan.MachineSpeed(flops_per_s=1e12, bytes_per_s=1e11)
+    seconds = plan.stage_seconds(context, numbers, speed)
+    assert seconds["capture"] == 0  # the states come with the answers
+    outputs = 512 / 3072 * 16 * numbers.tokens
+    context_flops = 6 * numbers.tokens * (5 * 4096 * 4096 + 5 * 2 * 4096 * 128 * 8)
+    head_flops = 2 * 151936 * 4096 * (3 * outputs + numbers.generated_tokens)
+    expected = 6 * 340 / 380 * (context_flops + 6 * 5 * layer * outputs + head_flops) / (1e12 * 0.35)
+    assert seconds["fit"] == pytest.approx(expected, rel=1e-6)
+
+
+@needs_vllm
+def test_figures_follow_the_block(qwen3_8b: Path) -> None:
+    fits, memory = [], []
+    for anchors in (128, 256):
+        context, numbers = estimate("dflash_qwen3", qwen3_8b, f"drafter.block.anchors={anchors}")
+        fits.append(plan.stage_seconds(context, numbers, plan.MachineSpeed(1e12, 1e11))["fit"])
+        memory.append(numbers.train_bytes)
+    assert 1.5 < fits[1] / fits[0] < 2
+    assert memory[1] > memory[0]
+    _, dspark = estimate("dspark_qwen3", qwen3_8b)
+    _, dflash = estimate("dflash_qwen3", qwen3_8b)
+    assert dspark.drafter_parameters - dflash.drafter_parameters == 2 * 151936 * 256 + 4096 + 256  # Markov's tables, the confidence head
+
+
+# --- a target that is still on the Hub ------------------------------------------------------------------------------------------------
+
+
+@needs_vllm
+def test_a_plan_without_the_hub_says_what_is_not_known(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spectrain.target.resolve._cached_snapshot", lambda config: None)
+    monkeypatch.setattr("spectrain.target.resolve._ask_hub", lambda config: TimeoutError("no network"))
+    out = dry_run(capsys, "recipe=dflash_qwen3")
+    assert "Qwen/Qwen3-8B, not in the Hub's cache, and the Hub cannot be reached" in out
+    assert "its dimensions are not known here" in out
+    assert "340 training, 40 held out" in out
+    assert cli.main(["fit", "recipe=dflash_qwen3"]) == 2
+    assert "the Hub cannot be reached" in capsys.readouterr().err
+
+
+@needs_vllm
+def test_a_plan_needs_only_the_configuration_of_a_target_on_the_hub(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def download(repo: str, name: str, revision: str, local_dir: Path, **options: Any) -> str:
+        assert (repo, name, revision) == ("Qwen/Qwen3-8B", "config.json", "c0ffee")
+        write_config(Path(local_dir))
+        return str(Path(local_dir) / name)
+
+    info = SimpleNamespace(sha="c0ffee", siblings=[SimpleNamespace(rfilename="model.safetensors")])
+    monkeypatch.setattr("spectrain.target.resolve._cached_snapshot", lambda config: None)
+    monkeypatch.setattr("spectrain.target.resolve._ask_hub", lambda config: info)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    out = dry_run(capsys, "recipe=dspark_qwen3", "target.dtype=bfloat16")
+    assert "memory target 16.38 GB" in out and "drafter dspark, taps [2, 10, 18, 26, 34]" in out
+
+    def broken(*arguments: Any, **options: Any) -> str:
+        raise OSError("gone")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", broken)
+    source = TargetSource("hub", "Qwen/Qwen3-8B", "c0ffee", None, "")
+    assert target_spec(SimpleNamespace(target=TargetConfig(path="Qwen/Qwen3-8B")), source) is None  # type: ignore[arg-type]

@@ -1,0 +1,348 @@
+"""``spectrain serve``: the command it makes of a drafter, a run directory and the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from drafter_tools import HIDDEN, VOCAB, Options, random_drafter
+from layout_tools import eagle3, write
+from test_recommend import record
+from tiny import tiny_config, tiny_tokenizer
+
+from spectrain import cli
+from spectrain.compose import compose
+from spectrain.drafters import served
+from spectrain.drafters.folder import save_drafter
+from spectrain.drafters.served import drafter_digest, read_served
+from spectrain.engines import vllm_options
+from spectrain.errors import ConfigError, InputError
+from spectrain.stages import serve as stage
+from spectrain.stages.serve import serve_command
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def target(tmp_path) -> Path:
+    """A target's folder as far as `serve` looks into it; the weights are never read."""
+    folder = tmp_path / "a target"  # the space has to survive shells
+    tiny_config("llama", hidden_size=HIDDEN, vocab_size=VOCAB, num_hidden_layers=7, architectures=["LlamaForCausalLM"]).save_pretrained(
+        folder
+    )
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def drafter(tmp_path, target) -> Path:
+    return write_drafter(tmp_path / "runs" / "mine" / "drafter", str(target))
+
+
+def write_drafter(folder: Path, target: str, **facts: Any) -> Path:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    save_drafter(
+        random_drafter(Options()),
+        folder,
+        target=target,
+        target_architectures=("LlamaForCausalLM",),
+        num_speculative_tokens=4,
+        facts=facts,
+    )
+    return folder
+
+
+def command(*arguments: str) -> list[str]:
+    parsed = cli.parse(["serve", *arguments])
+    return serve_command(compose(parsed.overrides), parsed.overrides, parsed.flags).arguments
+
+
+def value_of(arguments: list[str], flag: str) -> str:
+    return arguments[arguments.index(flag) + 1]
+
+
+def speculation(arguments: list[str]) -> dict[str, Any]:
+    return json.loads(value_of(arguments, "--speculative-config"))
+
+
+# --- what a drafter says ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_is_read_without_its_weights(drafter, target):
+    (drafter / "model.safetensors").unlink()
+    found = read_served(str(drafter))
+    assert (found.path, found.method, found.target, found.revision) == (str(drafter), "eagle3", str(target), None)
+    assert (found.num_speculative_tokens, found.most_tokens, found.recurrent) == (4, None, True)
+    assert (found.vocab_size, found.hidden_size, found.last_tap) == (VOCAB, HIDDEN, 4)
+    assert found.speculative_config() == {"model": str(drafter), "method": "eagle3", "num_speculative_tokens": 4}
+    assert found.speculative_config(2)["num_speculative_tokens"] == 2
+
+
+def rewrite(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "method", "extra", "most"),
+    [
+        ({"speculators_model_type": "peagle"}, "eagle3", {"parallel_drafting": True}, None),
+        ({"speculators_model_type": "dflash", "block_size": 8, "sample_from_anchor": False}, "dflash", {}, 7),
+        ({"speculators_model_type": "dflash2", "block_size": 8, "sample_from_anchor": False}, "dflash", {}, 7),
+        ({"speculators_model_type": "dspark", "block_size": 7, "sample_from_anchor": True}, "dspark", {}, 7),
+    ],
+)
+def test_methods_go_by_vllms_names(drafter, changes, method, extra, most):
+    rewrite(drafter, **changes)
+    found = read_served(str(drafter))
+    assert found.speculative_config() == {"model": str(drafter), "method": method, "num_speculative_tokens": 4, **extra}
+    assert found.most_tokens == most
+    assert not found.recurrent
+
+
+def test_what_is_no_drafter_is_named(tmp_path, drafter):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match=r"empty holds no drafter \(config.json is missing\)"):
+        read_served(str(tmp_path / "empty"))
+    rewrite(drafter, speculators_config=None)
+    with pytest.raises(InputError, match="not in the speculators layout"):
+        read_served(str(drafter))
+    rewrite(drafter, speculators_config={"verifier": {"name_or_path": "x"}})
+    with pytest.raises(InputError, match="field 'proposal_methods' is missing"):
+        read_served(str(drafter))
+    (drafter / "config.json").write_text("{")
+    with pytest.raises(InputError, match="not valid JSON"):
+        read_served(str(drafter))
+    with pytest.raises(InputError, match="no folder, and no name that the Hub could have"):
+        read_served(str(tmp_path / "nothing"))
+
+
+def test_a_drafter_on_the_hub_is_pinned_to_what_was_read(drafter, target, monkeypatch):
+    """Only config.json is fetched; the commit it came from is what the server is told to load."""
+    snapshot = drafter.parent / COMMIT
+    snapshot.mkdir()
+    (snapshot / "config.json").write_bytes((drafter / "config.json").read_bytes())
+    asked = []
+
+    def download(repo, file, **options):
+        asked.append((repo, file))
+        return str(snapshot / file)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    found = speculation(command("drafter.path=org/drafter"))
+    assert found == {"model": "org/drafter", "method": "eagle3", "revision": COMMIT, "num_speculative_tokens": 4}
+    assert set(asked) == {("org/drafter", "config.json")}
+
+
+def test_a_hub_that_gives_nothing(monkeypatch):
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def nowhere(*arguments, **options):
+        raise LocalEntryNotFoundError("not in the cache")
+
+    def unreachable(*arguments, **options):
+        raise OSError("no route\nto host")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", nowhere)
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: SimpleNamespace(model_info=unreachable))
+    with pytest.raises(
+        InputError, match=r"drafter.path=org/drafter is no folder here, and the Hub gives no config.json .*no route to host"
+    ):
+        served.read_served("org/drafter")
+
+
+# --- the command -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_alone_gives_target_method_and_number(drafter, target):
+    arguments = command(f"drafter.path={drafter}")
+    assert arguments[0] == sys.executable
+    assert str(target) in arguments
+    assert speculation(arguments) == {"model": str(drafter), "method": "eagle3", "num_speculative_tokens": 4}
+    # Limits and seeds of spectrain's own runs are none of a server's.
+    assert not {"--max-model-len", "--generation-config", "--seed", "--revision", "--trust-remote-code"} & set(arguments)
+
+
+def test_engine_settings_and_flags_are_handed_on(drafter):
+    arguments = command(
+        f"drafter.path={drafter}",
+        *("engine.tensor_parallel_size=2", "engine.quantization=fp8", "engine.args.max_model_len=1024", "target.dtype=bfloat16"),
+        *("--", "--port", "8001", "--api-key", "s p"),
+    )
+    assert value_of(arguments, "--tensor-parallel-size") == "2"
+    assert value_of(arguments, "--quantization") == "fp8"
+    assert value_of(arguments, "--max-model-len") == "1024"
+    assert value_of(arguments, "--dtype") == "bfloat16"
+    assert arguments[-4:] == ["--port", "8001", "--api-key", "s p"]
+    with pytest.raises(ConfigError, match="no engine argument max_modellen"):
+        command(f"drafter.path={drafter}", "engine.args.max_modellen=5")
+
+
+def test_on_gpus_it_is_vllm_serve(drafter, target, monkeypatch):
+    monkeypatch.setattr(vllm_options, "is_cpu_build", lambda: False)
+    arguments = command(f"drafter.path={drafter}")
+    assert arguments[1:5] == ["-m", "vllm.entrypoints.cli.main", "serve", str(target)]
+    assert arguments[5] == "--speculative-config"
+    assert len(arguments) == 7  # everything else is as vLLM has it
+
+
+def test_the_runs_own_drafter_not_the_one_it_went_on_from(drafter, target, tmp_path):
+    other = write_drafter(tmp_path / "other", str(target))
+    run_dir = drafter.parent
+    (run_dir / "config.yaml").write_text(f"target: {{path: '{target}'}}\ndrafter: {{path: '{other}'}}\n")
+    (run_dir / "manifest.json").write_text(json.dumps({"schema_version": 1, "target": None, "stages": {}}))
+    assert speculation(command(f"run.dir={run_dir}"))["model"] == str(drafter)
+    assert speculation(command(f"run.dir={run_dir}", f"drafter.path={other}"))["model"] == str(other)
+
+
+def test_nothing_to_serve(tmp_path):
+    with pytest.raises(ConfigError, match="serve what"):
+        command("target.path=x")
+    with pytest.raises(InputError, match="holds no drafter: run spectrain fit first"):
+        command(f"run.dir={tmp_path / 'none'}")
+
+
+# --- the target ------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_target_on_the_hub_comes_at_the_commit_it_was_trained_for(tmp_path):
+    arguments = command(f"drafter.path={write_drafter(tmp_path / 'd', 'org/target', target_revision=COMMIT)}")
+    assert "org/target" in arguments
+    assert value_of(arguments, "--revision") == COMMIT
+    assert "--revision" not in command(f"drafter.path={write_drafter(tmp_path / 'e', 'org/target', target_revision=64 * 'a')}")
+
+
+def test_the_target_that_is_named_wins(tmp_path, target):
+    (target / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    drafter = write_drafter(tmp_path / "d", "org/target")
+    assert str(target) in command(f"drafter.path={drafter}", f"target.path={target}")
+
+
+def test_a_target_that_is_gone_has_to_be_named(tmp_path):
+    drafter = write_drafter(tmp_path / "d", str(tmp_path / "gone"))
+    with pytest.raises(InputError, match=r"gone, which is not here: name the target with target.path"):
+        command(f"drafter.path={drafter}")
+
+
+def test_a_drafter_in_the_layout_of_others_is_served_as_it_is(tmp_path, target):
+    (target / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    drafter = write(eagle3, random_drafter(Options(), dtype=torch.float32), tmp_path / "theirs")
+    found = speculation(command(f"drafter.path={drafter}", f"target.path={target}"))
+    assert found == {"model": str(drafter), "method": "eagle3", "num_speculative_tokens": 3}
+    with pytest.raises(InputError, match=r"theirs does not say what it was trained for: name the target with target.path"):
+        command(f"drafter.path={drafter}")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 2 * HIDDEN}, "its hidden size is 16, that of"),
+        ({"vocab_size": VOCAB + 1}, "its vocabulary is 23"),
+        ({"num_hidden_layers": 3}, "it reads layer 4, .* has 3"),
+    ],
+)
+def test_a_drafter_for_another_target_is_refused(drafter, target, changes, message):
+    fields = {"hidden_size": HIDDEN, "vocab_size": VOCAB, "num_hidden_layers": 7, **changes}
+    tiny_config("llama", **fields).save_pretrained(target)
+    with pytest.raises(InputError, match=message):
+        command(f"drafter.path={drafter}")
+
+
+# --- how many drafts -------------------------------------------------------------------------------------------------------------
+
+
+def evaluated(run_dir: Path, digest: str, **speedups: float) -> None:
+    """An eval/ as the stage writes it: a record and an entry of the manifest for each number of drafts."""
+    stages = {}
+    for name, speedup in speedups.items():
+        n = int(name.removeprefix("n"))
+        path = record(n, speedup=speedup).write(run_dir / "eval")
+        stages[f"eval/s-{name}"] = {
+            "status": "done",
+            "inputs": {"fixed": {"drafter": digest}, "growing": {}},
+            "outputs": {"record": f"eval/{path.name}"},
+        }
+    (run_dir / "manifest.json").write_text(json.dumps({"schema_version": 1, "target": None, "stages": stages}))
+
+
+def test_evaluation_recommends_the_number(drafter, capsys):
+    run_dir = drafter.parent
+    (run_dir / "eval").mkdir()
+    evaluated(run_dir, drafter_digest(drafter), n2=1.2, n3=1.6, n5=1.4)
+    assert speculation(command(f"run.dir={run_dir}"))["num_speculative_tokens"] == 3
+    assert "3 drafts a round: 1.60x measured" in capsys.readouterr().err
+    assert speculation(command(f"drafter.path={drafter}"))["num_speculative_tokens"] == 3  # found beside the folder, too
+    assert speculation(command(f"run.dir={run_dir}", "decoding.num_speculative_tokens=1"))["num_speculative_tokens"] == 1
+
+
+def test_what_was_measured_of_other_weights_says_nothing(drafter):
+    run_dir = drafter.parent
+    (run_dir / "eval").mkdir()
+    evaluated(run_dir, drafter_digest(drafter), n2=1.2)
+    assert speculation(command(f"run.dir={run_dir}"))["num_speculative_tokens"] == 2
+    with (drafter / "model.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last[0] ^ 1]))
+    assert speculation(command(f"run.dir={run_dir}"))["num_speculative_tokens"] == 4  # the folder's
+
+
+def test_a_drafter_that_does_not_pay_is_said_to(drafter, capsys):
+    (drafter.parent / "eval").mkdir()
+    evaluated(drafter.parent, drafter_digest(drafter), n2=0.9)
+    command(f"drafter.path={drafter}")
+    assert "no speculation at all was faster" in capsys.readouterr().err
+
+
+def test_a_block_drafter_has_no_more_slots_than_it_was_trained_with(drafter):
+    rewrite(drafter, speculators_model_type="dflash", block_size=4, sample_from_anchor=False)
+    assert speculation(command(f"drafter.path={drafter}", "decoding.num_speculative_tokens=3"))["num_speculative_tokens"] == 3
+    with pytest.raises(ConfigError, match="drafts at most 3: lower it"):
+        command(f"drafter.path={drafter}", "decoding.num_speculative_tokens=4")
+
+
+# --- printing and starting -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("option", ["--print", "--dry-run"])
+def test_printed_commands_are_what_a_shell_would_run(drafter, target, capsys, option, monkeypatch):
+    monkeypatch.setattr(os, "execvpe", lambda *arguments: pytest.fail("a server was about to start"))
+    assert cli.main(["serve", f"drafter.path={drafter}", "engine.environment.SOME=a b", option, "--", "--port", "1"]) == 0
+    line = capsys.readouterr().out
+    assert line.count("\n") == 1
+    told = subprocess.run(["bash", "-c", f"set -- {line.strip()}; printf '%s\\n' \"$@\""], capture_output=True, text=True, check=True)
+    words = told.stdout.splitlines()
+    assert words == shlex.split(line)
+    assert "SOME=a b" in words
+    assert str(target) in words
+    assert words[-2:] == ["--port", "1"]
+
+
+def test_serving_replaces_the_process(drafter, monkeypatch):
+    """The server gets our terminal, our signals and our place: nothing is left that could outlive it or be outlived."""
+    started = []
+    monkeypatch.setattr(os, "execvpe", lambda *arguments: started.append(arguments))
+    config = compose([f"drafter.path={drafter}", "engine.environment.SOME=x"])
+    stage.serve(config, [f"drafter.path={drafter}"], ["--port", "1"])
+    ((program, arguments, environment),) = started
+    assert program == arguments[0] == sys.executable
+    assert arguments[-2:] == ["--port", "1"]
+    assert environment["SOME"] == "x"
+    assert environment["PATH"] == os.environ["PATH"]
+
+
+def test_options_of_serve_are_no_options_of_others():
+    assert cli.parse(["serve", "run.dir=x", "--print", "--", "--print", "-m"]).flags == ("--print", "-m")
+    for arguments in (["fit", "--print"], ["fit", "--", "--port"]):
+        with pytest.raises(ConfigError, match="unknown option --"):
+            cli.parse(arguments)
+    assert cli.main(["serve", "run.dir=x", "-m"]) == 2

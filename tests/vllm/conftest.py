@@ -1,0 +1,27 @@
+"""What tests with the real vLLM share. They are left out where it is not installed. See ``vllm_tools.py`` for the rest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from vllm_tools import vllm_target
+
+from spectrain.engines.vllm_options import vllm_version
+from spectrain.errors import ConfigError
+
+collect_ignore = ["cpu"]
+try:
+    vllm_version()
+except ConfigError:
+    collect_ignore_glob = ["test_*.py"]
+
+
+@pytest.fixture(scope="session")
+def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return vllm_target("llama", tmp_path_factory.mktemp("vllm") / "llama")
+
+
+@pytest.fixture(scope="session")
+def qwen3_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return vllm_target("qwen3", tmp_path_factory.mktemp("vllm") / "qwen3")

@@ -1,0 +1,157 @@
+"""Block drafters served by the real vLLM: it drafts, and accepts, what our loop does, round by round.
+
+DFlash runs on vLLM's first model runner; DSpark needs the second, which a CPU runs through Triton's interpreter, slowly: few rounds there.
+DFlash2 has a kernel that the interpreter cannot run, so its arithmetic is held against a twin alone (``test_block_decode.py``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from parity_tools import Family, as_answer, as_played, job, run_jobs
+from tiny import VOCAB_SIZE
+from vllm_tools import vllm_engine, vllm_environment
+
+from spectrain.config import BlockConfig, DrafterConfig
+from spectrain.data.packing import pack_batch
+from spectrain.data.vocab import DraftVocab, full_vocab
+from spectrain.decoding.loop import speculative_generate
+from spectrain.decoding.verify import GREEDY
+from spectrain.drafters.block.drafter import BlockDrafter
+from spectrain.drafters.build import build_drafter
+from spectrain.drafters.folder import load_drafter, save_drafter
+from spectrain.evaluation.parity import Played, compare
+from spectrain.target.head import TargetHead
+
+N = 3
+DFLASH = {
+    "full": ("llama", DrafterConfig("dflash", taps=(1, 3, 4, 6), num_layers=2, block=BlockConfig(block_size=4))),
+    "reduced, shorter block": (
+        "qwen3",
+        DrafterConfig("dflash", taps=(0, 7), num_layers=1, draft_vocab_size=100, block=BlockConfig(block_size=6)),
+    ),
+    "window, causal": (
+        "qwen3",
+        DrafterConfig("dflash", taps=(2, 5), num_layers=2, block=BlockConfig(block_size=4, sliding_window=8)),
+    ),
+}
+DSPARK = {
+    "from the anchor": ("llama", DrafterConfig("dspark", taps=(1, 4, 6), num_layers=2, block=BlockConfig(block_size=3, markov_rank=16))),
+    "from the masks, reduced": (
+        "qwen3",
+        DrafterConfig(
+            "dspark",
+            taps=(3, 6),
+            draft_vocab_size=100,
+            block=BlockConfig(block_size=4, markov_rank=16, sample_from_anchor=False, confidence=False),
+        ),
+    ),
+}
+
+
+@dataclass
+class Served:
+    """What vLLM made of some prompts, and our own loop."""
+
+    family: Family
+    drafter: BlockDrafter
+    report: dict[str, Any]
+    answer: int
+    prompts: list[list[int]]
+
+    def ours(self) -> list[Played]:
+        family = self.family
+        results = speculative_generate(family.model, self.drafter, self.prompts, self.answer, N, GREEDY, family.eos_ids).results
+        return [Played(prompt, result.ids, result.rounds) for prompt, result in zip(self.prompts, results, strict=True)]
+
+    def theirs(self) -> list[Played]:
+        assert "error" not in self.report, self.report["error"]
+        answers = self.report["answers"]
+        return [as_played(prompt, as_answer(answers[str(number)])) for number, prompt in enumerate(self.prompts)]
+
+
+def trained(family: Family, config: DrafterConfig) -> BlockDrafter:
+    """A drafter that has seen the answers often enough to draft much of them, not all."""
+    tokens = [token for answer in family.plain for token in answer.ids]
+    size = config.draft_vocab_size
+    kept = sorted(sorted(set(tokens), key=lambda token: -tokens.count(token))[:size])
+    kept = sorted({*kept, *[token for token in range(VOCAB_SIZE) if token not in kept][: (size or 0) - len(kept)]})
+    vocab = full_vocab(VOCAB_SIZE) if size is None else DraftVocab(torch.tensor(kept), VOCAB_SIZE, 0.5)
+    head = TargetHead.from_checkpoint(family.folder)
+    drafter = build_drafter(config, family.model.spec, vocab, head, family.folder, mask_token_id=2)
+    assert isinstance(drafter, BlockDrafter)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for _, parameter in sorted(drafter.named_parameters()):  # so that every tensor matters
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.3 * noise if parameter.ndim == 1 and parameter.shape[0] > 1 else noise / parameter.shape[-1] ** 0.5)
+    batch = pack_batch([dataclasses.replace(states, taps=states.taps[:, list(drafter.taps)]) for states in family.states])
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=5e-3)
+    for _ in range(12 if config.method == "dspark" else 40):  # a Markov head learns fast
+        sums = drafter.train_losses(batch)
+        (sums.loss / sums.weight).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return drafter.eval()
+
+
+def serve(cases: dict[str, tuple[str, DrafterConfig]], folder: Path, answer: int, prompts: int, **variables: str) -> dict[str, Served]:
+    families = {name: Family.make(name, folder / name) for name, _ in cases.values()}
+    engine = vllm_engine(environment=vllm_environment(**variables))
+    drafters, jobs = {}, []
+    for number, (name, (family_name, config)) in enumerate(cases.items()):
+        family = families[family_name]
+        drafters[name] = trained(family, config)
+        path = folder / f"drafter-{number}"
+        architectures = tuple(family.model.model.config.architectures)
+        save_drafter(drafters[name], path, target=str(family.folder), target_architectures=architectures, num_speculative_tokens=N)
+        found = load_drafter(path).attach(drafters[name].head)  # what vLLM reads is what our loop runs
+        assert isinstance(found, BlockDrafter)
+        drafters[name] = found
+        asked = job(name, family, path)
+        asked["args"]["speculative_config"] = {"model": str(path), "method": config.method, "num_speculative_tokens": N}
+        asked["requests"] = [request | {"max_tokens": answer} for request in asked["requests"][:prompts]]
+        jobs.append(asked)
+    reports = run_jobs(jobs, folder / "vllm.log", engine)
+    return {
+        name: Served(families[family], drafters[name], reports[name], answer, families[family].prompts[:prompts])
+        for name, (family, _) in cases.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def dflash(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Served]:
+    return serve(DFLASH, tmp_path_factory.mktemp("dflash"), 24, 12)
+
+
+@pytest.fixture(scope="module")
+def dspark(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Served]:
+    return serve(DSPARK, tmp_path_factory.mktemp("dspark"), 14, 5, VLLM_USE_V2_MODEL_RUNNER="1")
+
+
+def check(served: Served, least_rounds: int) -> None:
+    theirs = served.theirs()
+    report = compare(served.family.model, served.drafter, served.ours(), theirs, N)
+    assert report.passed, report.reason()
+    assert report.equal + len(report.ties) == report.rounds >= least_rounds
+    assert len(report.ties) <= 2
+    # The comparison means something: some are accepted, not all, and rounds draft different things.
+    assert 0.1 < report.theirs.acceptance_rate < 0.99
+    assert len({round_.drafts for one in theirs for round_ in one.rounds}) > report.rounds / 3
+
+
+@pytest.mark.parametrize("name", DFLASH)
+def test_dflash(dflash: dict[str, Served], name: str) -> None:
+    check(dflash[name], 60)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="vLLM's second model runner needs triton")
+@pytest.mark.parametrize("name", DSPARK)
+def test_dspark(dspark: dict[str, Served], name: str) -> None:
+    check(dspark[name], 8)

@@ -1,0 +1,106 @@
+"""``spectrain eval parity`` and ``spectrain eval engine=vllm`` from the command line, on a run that our own loop has measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from parity_tools import SHAPE
+from tiny import tiny_target
+
+from spectrain.cli import main
+from spectrain.evaluation.record import EvaluationRecord, read_records
+from spectrain.run_dir import RunDir
+from spectrain.stages import parity as stage
+from spectrain.stages.parity import parity_record
+
+VLLM = ("engine=vllm", "engine.max_num_seqs=8", "engine.environment.VLLM_CPU_KVCACHE_SPACE=1")
+
+
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A finished run: responses, states, drafter, and records of our own loop."""
+    folder: Path = tmp_path_factory.mktemp("eval")
+    tiny_target("llama", folder / "target", **SHAPE)
+    for name, numbers in (("train", range(16)), ("heldout", range(16, 21))):
+        turns = [[f"Tell me about number {number}.", "And then?"][: 1 + (number % 4 == 0)] for number in numbers]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"turns": turn}) + "\n" for turn in turns))
+    given = [
+        *("data=jsonl", f"data.train={folder / 'train.jsonl'}", f"data.heldout={folder / 'heldout.jsonl'}", "sampling.temperature=0"),
+        *(f"target.path={folder / 'target'}", "target.name=tiny", "target.max_length=256", "sampling.max_new_tokens=24"),
+        *("trainer.epochs=2", "trainer.row_tokens=256", "trainer.learning_rate=0.01", "drafter.draft_vocab_size=150"),
+        *("suite.max_prompts=5", "suite.concurrency=2", f"run.dir={folder / 'run'}"),
+    ]
+    assert main(["run", *given]) == 0
+    return given
+
+
+def run_dir(arguments: list[str]) -> RunDir:
+    return RunDir(arguments[-1].removeprefix("run.dir="))
+
+
+def test_parity_passes_and_is_bound_to_the_weights(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run = run_dir(arguments)
+    assert parity_record(run, run.drafter) is None
+    assert main(["eval", "parity", *arguments, *VLLM]) == 0
+    assert "parity: equal" in capsys.readouterr().out
+    record = parity_record(run, run.drafter)
+    assert record is not None and record["passed"] and record["rounds"] > 40 and record["different"] == 0
+    assert record["equal"] + record["near_ties"] == record["rounds"]
+    assert record["acceptance_per_position"]["loop"] == record["acceptance_per_position"]["vllm"] or record["near_ties"]
+    assert (run.path / "logs" / "vllm-parity.log").is_file()
+
+    # Other weights were never checked.
+    changed = tmp_path / "drafter"
+    changed.mkdir()
+    for file in run.drafter.iterdir():
+        changed.joinpath(file.name).write_bytes(file.read_bytes())
+    changed.joinpath("config.json").write_text(changed.joinpath("config.json").read_text() + " ")
+    assert parity_record(run, changed) is None
+
+    # Asked again, nothing is done; with a server that drafts otherwise, the gate fails, says where, and is not satisfied by that record.
+    served = stage._served
+    monkeypatch.setattr(stage, "_served", lambda context: pytest.fail("vLLM was started for nothing"))
+    assert main(["eval", "parity", *arguments, *VLLM]) == 0
+    monkeypatch.setattr(stage, "_served", lambda context: _one_wrong_draft(served, context))
+    assert main(["eval", "parity", *arguments, *VLLM, "suite.max_prompts=2"]) == 1
+    said = capsys.readouterr().err
+    assert "1 of " in said and "rounds differ; the first: prompt 1, round 3, anchor at " in said and "likely cause: " in said
+    entry = run.outputs("eval/parity-n3")["parity"]
+    assert not entry["passed"] and entry["first_difference"]["slot"] == 2
+    assert main(["eval", "parity", *arguments, *VLLM, "suite.max_prompts=2"]) == 1
+
+
+def _one_wrong_draft(served: Any, context: Any) -> Any:
+    theirs = served(context)
+    rounds = list(theirs[1].rounds)
+    first, second, *rest = rounds[3].drafts
+    rounds[3] = dataclasses.replace(rounds[3], drafts=(first, (second + 1) % 300, *rest))
+    return [theirs[0], dataclasses.replace(theirs[1], rounds=rounds), *theirs[2:]]
+
+
+def test_served_records_are_those_of_our_loop(arguments: list[str]) -> None:
+    """Same prompts, same rounds: all figures of acceptance are equal, and so is the output."""
+    run = run_dir(arguments)
+    assert main(["eval", *arguments, *VLLM]) == 0
+    records = {(record.engine, record.method): record for record in read_records(run.eval)}
+    assert set(records) == {(engine, method) for engine in ("hf", "vllm") for method in ("none", "ngram", "eagle3")}
+    ours, theirs = records["hf", "eagle3"], records["vllm", "eagle3"]
+    assert figures(ours) == figures(theirs)
+    assert theirs.walk_acceptance_length == ours.walk_acceptance_length is not None
+    assert theirs.engine_version.startswith("vllm 0.") and theirs.output_identical is True
+    assert theirs.baseline_tokens_per_s == records["vllm", "none"].output_tokens_per_s
+    assert theirs.speedup is not None and theirs.concurrency == 2 and theirs.peak_memory_bytes is None
+    assert figures(records["hf", "none"]) == figures(records["vllm", "none"])
+    assert records["vllm", "ngram"].num_speculative_tokens == 3 and records["vllm", "ngram"].output_identical is True
+    assert "vllm" in run.report.read_text()
+
+
+def figures(record: EvaluationRecord) -> dict[str, Any]:
+    names = ("rounds", "cut_rounds", "drafted_tokens", "accepted_tokens", "acceptance_length", "acceptance_per_position", "output_tokens")
+    return json.loads(json.dumps({name: getattr(record, name) for name in names}))

@@ -1,0 +1,121 @@
+"""The gate against the real vLLM: drafters of every kind pass it, and every wrong reading of a folder fails it by name."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from drafter_tools import Options
+from parity_tools import DRAFTS, Family, job, mutated, played, run_jobs, save, train
+
+from spectrain.drafters.recurrent.drafter import Eagle3
+from spectrain.evaluation.hypotheses import explain
+from spectrain.evaluation.parity import ParityReport, Played, compare
+
+# Together: both layer types, 1, 2, 3 and 5 taps, every switch on and off, two layers, both vocabularies, three families of target.
+CASES = [
+    ("llama", Options(taps=(1, 4, 6), reduced=True)),
+    ("qwen3", Options(taps=(3,), layer_type="qwen3")),
+    ("gemma4_text", Options(taps=(0, 7), norm_before_residual=True, reduced=True)),
+    ("llama", Options(taps=(0, 1, 2, 4, 6), norm_before_fc=True, layer_type="qwen3")),
+    ("qwen3", Options(taps=(2, 3, 5), fc_norm=True, norm_output=True)),
+    ("llama", Options(taps=(2, 3, 4), num_layers=2, norm_output=True, reduced=True)),
+    (
+        "qwen3",
+        Options("qwen3", (1, 3, 5), 2, True, norm_before_residual=True, norm_before_fc=True, fc_norm=True),
+    ),
+]
+BASE = CASES[0]
+Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], None]
+
+
+def tap_after(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    config["eagle_aux_hidden_state_layer_ids"] = [tap + 1 for tap in config["eagle_aux_hidden_state_layer_ids"]]
+
+
+def one_tap_before(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    config["eagle_aux_hidden_state_layer_ids"][1] -= 1
+
+
+def no_d2t(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    del tensors["d2t"]
+
+
+def flipped(switch: str) -> Change:
+    def change(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        config[switch] = not config[switch]
+
+    return change
+
+
+def other_theta(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    layer = config["transformer_layer_config"]
+    layer["rope_parameters"]["rope_theta"] = layer["rope_theta"] = 1e6
+
+
+MUTATIONS: dict[str, tuple[Change, str]] = {
+    "taps + 1": (tap_after, "layer ids: it reads the taps [2, 5, 7] instead of [1, 4, 6]"),
+    "one tap - 1": (one_tap_before, "layer ids: it reads the taps [1, 3, 6] instead of [1, 4, 6]"),
+    "no d2t": (no_d2t, "d2t: it is not applied"),
+    "residual": (flipped("norm_before_residual"), "norm: norm_before_residual is read as true"),
+    "post-norm": (flipped("norm_output"), "norm: norm_output is read as true, the normed output is fed back"),
+    "theta": (other_theta, "rope: theta is 1e+06 instead of 100"),
+}
+
+
+@dataclass
+class Bench:
+    """Everything that vLLM was asked, and what it reported."""
+
+    families: dict[str, Family]
+    drafters: list[Eagle3]
+    reports: dict[str, Any]
+
+    def judged(self, name: str, case: int) -> tuple[ParityReport, list[Played]]:
+        family = self.families[CASES[case][0]]
+        theirs = played(family, self.reports[name])
+        drafter = self.drafters[case]
+        report = compare(family.model, drafter, family.ours(drafter), theirs, DRAFTS)
+        return dataclasses.replace(report, hints=explain(family.model, drafter, report, theirs, DRAFTS)), theirs
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    folder: Path = tmp_path_factory.mktemp("parity")
+    families = {name: Family.make(name, folder / name) for name in dict.fromkeys(name for name, _ in CASES)}
+    drafters, jobs = [], []
+    for number, (name, options) in enumerate(CASES):
+        drafters.append(train(families[name], options))
+        jobs.append(job(f"case {number}", families[name], save(families[name], drafters[-1], folder / f"drafter-{number}")))
+    family = families[BASE[0]]
+    for name, (change, _) in MUTATIONS.items():
+        jobs.append(job(name, family, mutated(folder / "drafter-0", folder / name, change)))
+    return Bench(families, drafters, run_jobs(jobs, folder / "vllm.log"))
+
+
+@pytest.mark.parametrize("case", range(len(CASES)), ids=[f"{family}-{options.name}" for family, options in CASES])
+def test_vllm_drafts_and_accepts_what_our_loop_does(bench: Bench, case: int) -> None:
+    report, theirs = bench.judged(f"case {case}", case)
+    assert report.passed, report.reason()
+    assert report.equal + len(report.ties) == report.rounds >= 60
+    assert len(report.ties) <= 2
+    assert report.hints == ()
+    # The comparison means something: much is accepted, not all, and hardly two rounds draft the same.
+    assert 0.2 < report.theirs.acceptance_rate < 1
+    assert len({round_.drafts for one in theirs for round_ in one.rounds}) > report.rounds / 3
+    if not report.ties:
+        assert report.theirs.acceptance_per_position == report.ours.acceptance_per_position
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_wrong_reading_fails_with_its_name(bench: Bench, name: str) -> None:
+    report, _ = bench.judged(name, 0)
+    assert not report.passed
+    assert report.different
+    assert "rounds differ; the first: prompt" in report.reason()
+    assert report.hints[0].startswith(MUTATIONS[name][1]), report.hints
