@@ -171,8 +171,11 @@ def worker(side: str, method: str, anchors: int, steps: int) -> dict[str, float]
         step()
         times.append(time.perf_counter() - start)
     peak_bytes = resident_bytes("VmHWM")
-    onednn = {torch.ops.mkldnn._linear_pointwise: lambda x, weight, *_, out_val=None, **__: 2 * math.prod(x) * weight[0]}
-    with FlopCounterMode(display=False, custom_mapping=onednn) as counter:
+    uncounted = {
+        torch.ops.mkldnn._linear_pointwise: lambda x, weight, *_, out_val=None, **__: 2 * math.prod(x) * weight[0],
+        torch.ops.aten.addmm_: lambda out, a, b, *_, out_val=None, **__: 2 * math.prod(a) * b[1],
+    }
+    with FlopCounterMode(display=False, custom_mapping=uncounted) as counter:
         step()
     return {
         "loss": loss,

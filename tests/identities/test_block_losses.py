@@ -1,4 +1,4 @@
-"""Losses of block drafters against a double loop over (document, anchor, draft) in float64: sums, counts, and every parameter's gradient."""
+"""Losses of block drafters against a loop over (document, anchor, draft) in float64: sums, counts, and every parameter's gradient."""
 
 from __future__ import annotations
 
