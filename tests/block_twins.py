@@ -160,7 +160,7 @@ class BlockTwin:
         return torch.tanh(joint[2 * r :]), gate * carry + (1 - gate) * torch.tanh(joint[r : 2 * r])
 
     def _select(self, base: Tensor, h: Tensor, prev: int, log_law: Tensor) -> Tensor:
-        order = sorted(range(len(base)), key=lambda v: -float(base[v]))[: self.top_k]
+        order = sorted(range(len(base)), key=lambda v: -float(base[v].detach()))[: self.top_k]
         query = self.tensors["candidate_selector.predecessor_codebook"][prev] * self.linear("candidate_selector.hidden_projection", h)
         scores = torch.stack([base[v] + query @ self.tensors["candidate_selector.successor_codebook"][v] for v in order])
         return log_law.index_put((torch.tensor(order),), torch.log_softmax(scores, 0))

@@ -1,7 +1,8 @@
 """Do the tests see the classic bugs? Breaks a copy of the package in one place at a time and runs the tests that should notice.
 
-Usage: ``python tests/mutations.py [PART_OF_A_NAME]``. Prints one line a mutation; exit status 1 if any survives or no longer applies.
-Each is a bug that a trainer or server of drafters has shipped, or a switch that is easily turned the wrong way.
+Usage: ``python tests/mutations.py [PART]``: a part of their names, or of the paths of the files they break. Prints one line a mutation;
+exit status 1 if any survives or no longer applies. Each is a bug that a trainer or server of drafters has shipped, or a switch that is
+easily turned the wrong way.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class Mutation:
 
 
 BLOCK, BLOCK_TRAINING = "spectrain/drafters/block/", "tests/identities/test_block_training.py"
-BLOCK_LOSSES = "tests/identities/test_block_losses.py"
+BLOCK_LOSSES, BLOCK_DECODE = "tests/identities/test_block_losses.py", "tests/identities/test_block_decode.py"
+BLOCK_FOLDER = "tests/unit/test_block_folder.py"
 LOSSES, UNROLL = "tests/identities/test_eagle3_losses.py", "tests/identities/test_eagle3_unroll.py"
 DECODE, PACKING = "tests/identities/test_eagle3_decode.py", "tests/identities/test_packing_invariance.py"
 ACCUMULATION, RESUME = "tests/identities/test_accumulation.py", "tests/identities/test_resume.py"
@@ -397,6 +399,111 @@ MUTATIONS = (
         (BLOCK_TRAINING,),
     ),
     Mutation(
+        "a block sees its anchor's own taps (flex)",
+        BLOCK + "geometry.py",
+        "& (column < anchor) &",
+        "& (column <= anchor) &",
+        (BLOCK_TRAINING,),
+    ),
+    Mutation(
+        "a block sees what lies behind its cache's end (drafting)",
+        BLOCK + "decode.py",
+        "(column_K < columns_B[:, None, None])",
+        "(column_K <= columns_B[:, None, None])",
+        (BLOCK_DECODE,),
+    ),
+    Mutation(
+        "a block's positions begin at a + 1 (drafting)",
+        BLOCK + "decode.py",
+        "cache.columns_B[:, None] + torch.arange(slots, device=anchor_B.device)",
+        "cache.columns_B[:, None] + torch.arange(slots, device=anchor_B.device) + 1",
+        (BLOCK_DECODE,),
+    ),
+    Mutation(
+        "rejected drafts stay in a block drafter's cache",
+        BLOCK + "decode.py",
+        "cache.columns_B = cache.columns_B + lengths_B",
+        "cache.columns_B = cache.columns_B + taps_BTAH.shape[1]",
+        (BLOCK_DECODE,),
+    ),
+    Mutation(
+        "a block's context normed again in each layer",
+        BLOCK + "backbone.py",
+        "self.self_attn.keys_values(context_TH, cos_sin_T)",
+        "self.self_attn.keys_values(self.input_layernorm(context_TH), cos_sin_T)",
+        (BLOCK_TRAINING,),
+    ),
+    Mutation(
+        "a block's teacher one position early",
+        BLOCK + "training.py",
+        "by_teacher(anchor_R[block_S] + place_S)",
+        "by_teacher(anchor_R[block_S] + place_S - 1)",
+        (BLOCK_LOSSES,),
+    ),
+    Mutation(
+        "heads of a block read the token they predict",
+        BLOCK + "training.py",
+        "(anchor_R[:, None] + place_J).clamp",
+        "(anchor_R[:, None] + place_J + 1).clamp",
+        (BLOCK_LOSSES,),
+    ),
+    Mutation(
+        "a block's Markov head reads the token before the last (drafting)",
+        BLOCK + "drafter.py",
+        "self.body.markov_head.embed(self.prev_B)",
+        "self.body.markov_head.embed(self.ids[-2] if len(self.ids) > 1 else self.prev_B)",
+        (BLOCK_DECODE,),
+    ),
+    Mutation(
+        "a block's drafts drawn from another law than is reported",
+        BLOCK + "drafter.py",
+        "sample(log_p.exp(), uniform_B)",
+        "sample(scores.logits.softmax(-1), uniform_B)",
+        (BLOCK_DECODE,),
+    ),
+    Mutation(
+        "a block's walk asks the anchor's law for every slot",
+        BLOCK + "scores.py",
+        "else log_q_T[teacher_S]",
+        "else log_q_T[anchor_R[alive_S]]",
+        (BLOCK_TRAINING,),
+    ),
+    Mutation(
+        "a block's walk hears the opposite confidence",
+        BLOCK + "scores.py",
+        "else logits_RJ.sigmoid()",
+        "else 1 - logits_RJ.sigmoid()",
+        (BLOCK_TRAINING,),
+    ),
+    Mutation(
+        "a block's slots weigh their own survival alone (D-PACE)",
+        BLOCK + "training.py",
+        "survival_RJ.flip(-1).cumsum(-1).flip(-1)",
+        "survival_RJ",
+        (BLOCK_LOSSES,),
+    ),
+    Mutation(
+        "a block's convolution mixes with the wrong side",
+        BLOCK + "conv.py",
+        "dynamic_RB2KC[:, :, 1]",
+        "dynamic_RB2KC[:, :, 0]",
+        (BLOCK_DECODE,),
+    ),
+    Mutation(
+        "a block's anchors drawn by the place in the row",
+        BLOCK + "anchors.py",
+        "(draw.seed, draw.step, number)",
+        "(draw.seed, draw.step, index)",
+        (BLOCK_TRAINING,),
+    ),
+    Mutation(
+        "ids of a block's taps written one too low",
+        BLOCK + "layout.py",
+        "list(shape.taps)",
+        "[tap - 1 for tap in shape.taps]",
+        (BLOCK_FOLDER,),
+    ),
+    Mutation(
         "the walk scores a longer block than the server runs",
         TRAINING + "walk_eval.py",
         "drafter.score(placed, shown, law, draft_law)",
@@ -531,7 +638,7 @@ def main(part: str = "") -> int:
     os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     sys.dont_write_bytecode = True
     _ = transformers.AutoModelForCausalLM, transformers.LlamaForCausalLM, transformers.PreTrainedTokenizerFast  # lazy modules
-    chosen = [mutation for mutation in MUTATIONS if part in mutation.name]
+    chosen = [mutation for mutation in MUTATIONS if part in mutation.name or part in mutation.file]
     alive = 0
     with tempfile.TemporaryDirectory(prefix="mutations-") as name:
         folder = Path(name)

@@ -7,7 +7,7 @@ moved into the store and named in the index. A kill at any moment leaves the fil
 capture are adopted by the next one like any others; what fits no response, or is in the store already, is removed.
 
 Files of the folder: ``<writer>-<number>.safetensors`` (whole shards), ``flush`` (a number; writers write what they have whenever it
-rises) and ``<writer>.error`` (why a writer gave up).
+rises) and ``<writer>.error`` (why a writer gave up; empty on a full disk).
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ class Session:
     def check(self) -> None:
         """Raise ``RunError`` if a writer gave up."""
         for path in sorted(self.folder.glob(f"*{ERROR_SUFFIX}")):
-            raise RunError(f"the states of the served target could not be written to {self.folder}: {path.read_text(encoding='utf-8')}")
+            reason = path.read_text(encoding="utf-8") or "not even the reason could be written, see whether the disk is full"
+            raise RunError(f"the states of the served target could not be written to {self.folder}: {reason}")
 
     def shards(self) -> list[Path]:
         return sorted(self.folder.glob("*.safetensors"))

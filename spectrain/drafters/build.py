@@ -23,7 +23,7 @@ from spectrain.drafters.folder import load_drafter
 from spectrain.drafters.layers import LayerShape, RMSNorm
 from spectrain.drafters.recurrent.drafter import Eagle3
 from spectrain.drafters.recurrent.eagle3 import Eagle3Shape
-from spectrain.drafters.target_layers import MLP_NORMS, mlp_norm, read_layer
+from spectrain.drafters.target_layers import MLP_NORMS, copy_weights, mlp_norm, read_layer
 from spectrain.errors import ConfigError
 from spectrain.target.head import TargetHead
 from spectrain.target.spec import TargetSpec
@@ -174,10 +174,7 @@ def _copy_from_target(drafter: Eagle3, spec: TargetSpec, head: TargetHead, folde
     offset = 1.0 if head.one_plus else 0.0
     body.norm.weight.copy_(head.norm_weight + offset)
     last = read_layer(head, folder, spec.num_layers - 1, ("mlp.", *MLP_NORMS))
-    norm = mlp_norm(last)
-    projections = [(getattr(layer.mlp, name).weight, last.get(f"mlp.{name}.weight")) for name in ("gate_proj", "up_proj", "down_proj")]
-    if norm is None or any(source is None or source.shape != own.shape for own, source in projections):
-        return  # a mixture of experts, fused projections, another width: the drafter's own initialisation stands
-    layer.post_attention_layernorm.weight.copy_(norm.float() + offset)
-    for own, source in projections:
-        own.copy_(source)
+    gain = mlp_norm(last)
+    # Else a mixture of experts, fused projections, another width: the drafter's own initialisation stands.
+    if gain is not None and copy_weights(layer.mlp, "mlp", ("gate_proj", "up_proj", "down_proj"), last):
+        layer.post_attention_layernorm.weight.copy_(gain.float() + offset)

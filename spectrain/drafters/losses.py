@@ -148,8 +148,10 @@ def student_loss(
 ) -> StudentLoss:
     """Loss of any number of students per teacher position; arguments as in ``draft_loss``. ``num_slots``: K of the statistics."""
     bias = students.bias
-    rows, matrix_Dr = (None, None) if bias is None else (bias.rows, bias.matrix_Dr)
-    loss, terms_5S, *found = _DraftLoss.apply(students.hidden_SH, lm_head_DH, rows, matrix_Dr, students, teacher, target_U, loss_weights)
+    inputs = (students.hidden_SH, lm_head_DH, *((None, None) if bias is None else (bias.rows, bias.matrix_Dr)))
+    if not torch.is_grad_enabled():  # an autograd function would make gradients even then, which is two thirds of its work
+        inputs = tuple(None if x is None else x.detach() for x in inputs)
+    loss, terms_5S, *found = _DraftLoss.apply(*inputs, students, teacher, target_U, loss_weights)
     return StudentLoss(_sums(loss, terms_5S, students.weight_S, students.slot_S, loss_weights, num_slots), *found)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from spectrain.target.checkpoint import CheckpointReader
 from spectrain.target.head import TargetHead
@@ -28,3 +28,14 @@ def read_layer(head: TargetHead, folder: Path, index: int, parts: tuple[str, ...
 def mlp_norm(layer: dict[str, Tensor]) -> Tensor | None:
     """The gain of the norm in front of the MLP, as stored."""
     return next((layer[name] for name in MLP_NORMS if name in layer), None)
+
+
+def copy_weights(module: nn.Module, prefix: str, names: tuple[str, ...], layer: dict[str, Tensor], offset: float = 0.0) -> bool:
+    """Copy weights of submodules from ``prefix.name`` of a layer, if all are there with the same shapes; whether that was so."""
+    pairs = [(getattr(module, name).weight, layer.get(f"{prefix}.{name}.weight")) for name in names]
+    if any(found is None or found.shape != own.shape for own, found in pairs):
+        return False
+    for own, found in pairs:
+        assert found is not None
+        own.copy_(found.float() + offset)
+    return True

@@ -33,7 +33,8 @@ _POLL_S = 0.1
 def guarded(command: list[str], grace_s: float, scratch: Path | None = None) -> list[str]:
     """The command line of a guard over ``command``. ``grace_s``: how long it may take to end; ``scratch``: a folder to remove then."""
     options = ["--grace", str(grace_s), *(["--scratch", str(scratch)] if scratch else [])]
-    return [sys.executable, "-m", "spectrain.engines.guard", *options, "--", *command]
+    # -P: a file of the working directory must not hide a package.
+    return [sys.executable, "-P", "-m", "spectrain.engines.guard", *options, "--", *command]
 
 
 def main() -> int:

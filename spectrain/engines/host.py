@@ -22,7 +22,7 @@ from typing import Any
 
 from spectrain.config import EngineConfig
 from spectrain.console import say
-from spectrain.engines.logs import last_errors
+from spectrain.engines.logs import last_errors, open_log
 from spectrain.engines.service import Answer, Request, ServedRound
 from spectrain.engines.vllm_options import environment, is_cpu_build, vllm_version
 from spectrain.errors import RunError
@@ -48,10 +48,9 @@ class HostService:
         args = _completed(args, record_rounds)
         in_process = record_rounds or (is_cpu_build() and args.get("data_parallel_size", 1) == 1)
         variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if in_process else {}
-        log.parent.mkdir(parents=True, exist_ok=True)
-        reading, writing = os.pipe()
-        with log.open("ab") as output:
+        with open_log(log) as output:
             self._log_start = output.tell()
+            reading, writing = os.pipe()
             self._process = subprocess.Popen(
                 # -P: a folder of the working directory must not hide a package.
                 [sys.executable, "-P", "-m", "spectrain.engines.vllm_host", str(writing)],
@@ -70,6 +69,7 @@ class HostService:
             self._send({"args": args, "record_rounds": record_rounds})
             ready = self._wait_until_ready(config.startup_timeout_s)
         except BaseException:
+            self._kill_group()  # at once: there is nothing to finish, and whoever pressed Ctrl-C does not want to wait
             self.close()
             raise
         self.version, self.max_model_len = ready["ready"], ready["max_model_len"]

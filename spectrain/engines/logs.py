@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import BinaryIO
+
+from spectrain.errors import RunError
 
 _TAIL_BYTES = 64 * 1024
 _LINES = 6
@@ -13,6 +16,15 @@ _PREFIX = re.compile(r"^(\([\w .:=-]*pid=\d+\)\s*)?([A-Z]+ \d\d-\d\d \d\d:\d\d:\
 _ERROR = re.compile(
     r"^[\w.]*(Error|Exception|Exit|Interrupt)\b(:|$)|^.{0,40}\berror:|Killed|terminate called|Segmentation fault|out of memory"
 )
+
+
+def open_log(log: Path) -> BinaryIO:
+    """``log``, to be written at its end; the folder is made. Raises RunError if that cannot be."""
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        return log.open("ab")
+    except OSError as error:
+        raise RunError(f"the log {log} cannot be written ({error.strerror}): see to its folder, or use another run.dir") from error
 
 
 def last_errors(log: Path, start: int = 0, lines: int = _LINES) -> str:
@@ -31,7 +43,7 @@ def last_errors(log: Path, start: int = 0, lines: int = _LINES) -> str:
     shown: dict[str, None] = {}
     for number, line in enumerate(written):
         if _ERROR.search(line):
-            said = "; ".join([line.strip(), *_continuation(written[number + 1 : number + 3])])
+            said = "; ".join([line.strip(), *_continuation(line, written[number + 1 : number + 3])])
             shown.pop(said, None)  # the last mention counts
             shown[said] = None
     quoted = list(shown)[-lines:] or [line.strip() for line in written if line.strip()][-lines:]
@@ -40,9 +52,12 @@ def last_errors(log: Path, start: int = 0, lines: int = _LINES) -> str:
     return f"the last lines of {log}:\n" + "\n".join(f"  {line[:400]}" for line in quoted)
 
 
-def _continuation(lines: list[str]) -> list[str]:
+def _continuation(error: str, lines: list[str]) -> list[str]:
     """What an error says in further, indented lines (a validation error names the value there)."""
     said = []
+    if lines and "validation error" in error and re.fullmatch(r"\w[\w.]*", lines[0]):  # the field that a validation error is about
+        said.append(lines[0])
+        lines = lines[1:]
     for line in lines:
         if not line.startswith("  ") or line.lstrip().startswith("File "):
             break

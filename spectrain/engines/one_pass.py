@@ -53,10 +53,13 @@ class _CapturingService:
         self._service: Service
         self._session: Session
         self._service, self._session = self._stack.enter_context(capturing.running(plan, folder, purpose, prompts))
-        self.capacity = self._service.capacity
         self._described: dict[str, str] = {}  # request -> key of its document, while it is under way
         self._under_way = 0
         self._expected: set[str] = set()
+
+    @property
+    def capacity(self) -> int:
+        return self._service.capacity  # less when a server is lost
 
     def submit(self, request: Request) -> None:
         if request.states is not None:

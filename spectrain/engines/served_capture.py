@@ -173,7 +173,7 @@ class ServedCapture:
         self, plan: CapturePlan, folder: Path, purpose: str, documents: Iterable[tuple[str, list[int]]]
     ) -> Iterator[tuple[Service, Session]]:
         """A service that captures into ``folder``, checked with the shortest of ``documents``; closed at the end."""
-        check = SelfCheck(self._engine, self._target, self._resolved, plan.meta.tap_ids)
+        check = SelfCheck(self._engine, self._target, self._resolved, plan.meta.tap_ids, plan.meta.dtype)
         check_with = _check_documents(documents)
         check.prepare([document.ids for document in check_with])
         session = Session(folder, plan.meta)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from spectrain.config import EngineConfig, TargetConfig
 from spectrain.console import say
-from spectrain.data.states import TargetStates
+from spectrain.data.states import TargetStates, as_stored
 from spectrain.engines.selfcheck import TOLERANCE
 from spectrain.errors import InputError, RunError
 from spectrain.target.head import TargetHead
@@ -36,6 +36,8 @@ TOKENS = 96  # of a document: a prefix is a document
 # Largest relative difference of a state that rounding may make: at every position in float32; at most positions in 16 bits, where rounding
 # can send a token to other experts. Neighbouring layers of real models differ by several per cent at least.
 _STATES_TOLERANCE = {torch.float32: 2e-3, torch.float16: 0.1, torch.bfloat16: 0.2}
+# What storing a state in fewer bits may add to that, as a multiple of what it does to the reference (which is rounded a little otherwise).
+_STORING = 1.5
 
 
 @dataclass(frozen=True)
@@ -49,8 +51,11 @@ class CheckDocument:
 class SelfCheck:
     """``references(…)`` before the service starts, ``compare(…)`` before anything is stored."""
 
-    def __init__(self, engine: EngineConfig, target: TargetConfig, resolved: ResolvedTarget, tap_ids: Sequence[int]) -> None:
-        self._config, self._resolved, self._tap_ids = target, resolved, tuple(tap_ids)
+    def __init__(
+        self, engine: EngineConfig, target: TargetConfig, resolved: ResolvedTarget, tap_ids: Sequence[int], states_dtype: str
+    ) -> None:
+        """``states_dtype``: what states are stored as, for they may be compared after they were read from a shard."""
+        self._config, self._resolved, self._tap_ids, self._states_dtype = target, resolved, tuple(tap_ids), states_dtype
         hf_config = load_config(resolved.folder, target.trust_remote_code)
         self._spec = TargetSpec.from_config(hf_config)
         self._device = choose_device(target.device)
@@ -104,7 +109,7 @@ class SelfCheck:
             self._compare_tokens(documents)
 
     def _compare_layer(self, name: str, layer: int, captured: Sequence[Tensor], documents: Sequence[CheckDocument]) -> None:
-        errors = [_relative_error(x_SH, reference_LSH) for x_SH, reference_LSH in zip(captured, self._references, strict=True)]
+        errors = [self._error(x_SH, reference_LSH) for x_SH, reference_LSH in zip(captured, self._references, strict=True)]
         all_LP = torch.cat(errors, dim=1)
         own_P, tolerance = all_LP[layer], _STATES_TOLERANCE[self._dtype]
         bad = own_P.max() if self._dtype == torch.float32 else own_P.median()
@@ -120,13 +125,21 @@ class SelfCheck:
             f"{float(errors[number][layer, position]):.2g} of its size, and nothing was stored"
         )
 
+    def _error(self, x_SH: Tensor, reference_LSH: Tensor) -> Tensor:
+        """Relative error against every layer, [L, S], without what storing it explains."""
+        error_LS = _relative_error(x_SH, reference_LSH)
+        if self._states_dtype == "float32":
+            return error_LS
+        stored_LS = _relative_error(as_stored(reference_LSH, self._states_dtype), reference_LSH)
+        return (error_LS - _STORING * stored_LS).clamp_min(0.0)  # NaN stays NaN
+
     def _compare_tokens(self, documents: Sequence[CheckDocument]) -> None:
         head = TargetHead.from_checkpoint(self._resolved.folder, trust_remote_code=self._config.trust_remote_code)
         for document in documents:
             position = len(document.states.input_ids) - 2
             logits_V = head.hidden_to_logits(document.states.last_hidden[position].float())
             gap = float(logits_V.max() - logits_V[document.token])
-            if not gap <= (0.5 if self._quantised else TOLERANCE[self._dtype]):
+            if not gap <= (0.5 if self._quantised or self._states_dtype != "float32" else TOLERANCE[self._dtype]):
                 raise RunError(
                     f"self-check of the captured states failed: at position {position} of document {document.states.key} vLLM's next token "
                     f"is {document.token}, but the head makes {int(logits_V.argmax())} of last_hidden (layer {self._spec.num_layers}), by "

@@ -38,9 +38,8 @@ def _running(engine: EngineConfig, target: TargetConfig, folder: Path, purpose: 
             f"engine.urls empty, so that servers are started for it, or use engine=vllm"
         )
     names = dict.fromkeys((target.path, str(folder), str(folder.resolve())))  # an ordered set: the first is named in errors
-    return [
-        Endpoint(base_url(url), check_served_model(url, names, target.max_length), engine.concurrency) for url in dict.fromkeys(engine.urls)
-    ]
+    urls = dict.fromkeys(map(base_url, engine.urls))
+    return [Endpoint(url, check_served_model(url, names, target.max_length), engine.concurrency) for url in urls]
 
 
 def _started(

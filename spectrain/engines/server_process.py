@@ -20,7 +20,7 @@ from typing import Any
 import httpx2
 
 from spectrain.engines.guard import guarded
-from spectrain.engines.logs import last_errors
+from spectrain.engines.logs import last_errors, open_log
 from spectrain.engines.vllm_options import cli_flags
 from spectrain.errors import RunError
 
@@ -31,8 +31,8 @@ _LONGEST_SOCKET = 100  # bytes of a path that every system takes for a socket
 
 def server_command(args: Mapping[str, Any]) -> list[str]:
     """The command of vLLM's server with engine arguments ``args``; the address is added when it is started."""
-    # By module: the `vllm` command is missing from some builds.
-    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *cli_flags(args), "--disable-uvicorn-access-log"]
+    # By module: the `vllm` command is missing from some builds. -P: a file of the working directory must not hide a package.
+    return [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", *cli_flags(args), "--disable-uvicorn-access-log"]
 
 
 class ServerProcess:
@@ -63,10 +63,9 @@ class ServerProcess:
             self._start()
 
     def _start(self) -> None:
-        folder = _private_folder()
-        self._socket = folder / "vllm.sock"
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("ab") as log:
+        with open_log(self.log) as log:
+            folder = _private_folder()
+            self._socket = folder / "vllm.sock"
             self._log_start = log.tell()
             self._guard = subprocess.Popen(
                 guarded([*self._command, "--uds", str(self._socket)], _GRACE_S, scratch=folder),

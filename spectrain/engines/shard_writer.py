@@ -15,6 +15,7 @@ import json
 import threading
 import uuid
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -24,6 +25,7 @@ from torch import Tensor
 from spectrain.data.shard import ShardBuffer
 from spectrain.data.states import StoreMeta, TargetStates
 from spectrain.data.states_incoming import ERROR_SUFFIX, META, flush_number
+from spectrain.files import write_atomically
 
 _POLL_S = 0.1
 
@@ -90,7 +92,7 @@ class ShardWriter:
             with self._changed:
                 self._failed = True
                 self._changed.notify_all()
-            (self._folder / f"{self._name}{ERROR_SUFFIX}").write_text(f"{type(error).__name__}: {error}", encoding="utf-8")
+            self._tell(f"{type(error).__name__}: {error}")
             self._drop_all()
 
     def _step(self) -> bool:
@@ -131,6 +133,15 @@ class ShardWriter:
         meta = json.dumps(dataclasses.asdict(self._meta))
         self._buffer.write(self._folder / f"{name}.safetensors", self._folder / f".{name}.partial", {META: meta})
         self._written += 1
+
+    def _tell(self, reason: str) -> None:
+        """Leave the reason for the capturing process. A full disk has room for an empty file at least, and its name says enough."""
+        file = self._folder / f"{self._name}{ERROR_SUFFIX}"
+        try:
+            write_atomically(file, reason)
+        except OSError:
+            with suppress(OSError):
+                file.touch()
 
     def _drop_all(self) -> None:
         """After a failure: keep the engine from waiting for a writer that is no more."""

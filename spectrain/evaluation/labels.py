@@ -57,7 +57,7 @@ def shared_conditions(records: Sequence[EvaluationRecord]) -> str:
         _shared(speculative, lambda record: f"{record.num_speculative_tokens} draft tokens"),
         _shared(records, lambda record: f"temperature {record.temperature:g}" if record.temperature else "greedy"),
         _shared(records, lambda record: f"{record.concurrency} at a time"),
-        _shared(records, lambda record: f"engine {record.engine} {record.engine_version}".rstrip()),
+        _shared(records, lambda record: f"engine {record.engine} ({record.engine_version})"),
     )
     return " · ".join(part for part in parts if part)
 

@@ -42,11 +42,14 @@ def max_new_tokens(context: Context) -> int:
 
 
 def answer_all(
-    context: Context, conversations: Sequence[Conversation], decode: Decode, size: int, name: str
+    context: Context, conversations: Sequence[Conversation], decode: Decode, size: int, name: str, servers: int = 1
 ) -> tuple[list[Answer], LoopTiming]:
-    """Answers of one method to all conversations, ``size`` of them decoded together, and where the time went. ``name``: of the method."""
+    """Answers of one method to all conversations, ``size`` of them decoded together, and where the time went. ``name``: of the method.
+
+    servers: that share the work. Each is warmed up, for a server's first answer may take a hundred times as long as the next.
+    """
     first_ids = context.template.first_prompt_ids(conversations[0])
-    decode([first_ids], [_WARM_UP_TOKENS], [0], lambda tokens: None)  # memory and kernels, off the clock
+    decode([first_ids] * servers, [_WARM_UP_TOKENS] * servers, [0] * servers, lambda tokens: None)  # memory and kernels, off the clock
     answers: list[Answer] = []
     total = LoopTiming()
     limit = sum(len(conversation.turns) for conversation in conversations) * max_new_tokens(context)

@@ -185,6 +185,7 @@ class Context:
 
     def target_inputs(self) -> dict[str, Any]:
         """Fixed inputs of every stage that runs the target."""
+        quantization = self.config.engine.quantization if self.config.engine.name != "hf" else None
         return {
             "target": self.target.id,
             "target.revision": self.target.revision,
@@ -192,6 +193,8 @@ class Context:
             "chat template": self.template.digest[:16],
             "target.dtype": self.dtype_name,
             "target.max_length": self.config.target.max_length,
+            # Named only where there is one, so that everything else that was made stands.
+            **({} if quantization is None else {"engine.quantization": quantization}),
         }
 
     def open_run_dir(self) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from spectrain.config import EngineConfig
 from spectrain.console import say
 from spectrain.data.prompts import Conversation
 from spectrain.decoding.loop import GenerationResult, LoopTiming
@@ -62,7 +63,7 @@ def measure_served(context: Context, walk: Walk) -> tuple[EvaluationRecord, list
         try:
             for size in context.config.batch_sizes:
                 decode = _Decoder(context, service)
-                answers, _ = answer_all(context, conversations, decode, size, f"{method.name} (vLLM)")
+                answers, _ = answer_all(context, conversations, decode, size, f"{method.name} (vLLM)", _servers(context.config.engine))
                 if method.drafter is not None and not decode.drafted:
                     raise RunError(
                         f"eval: {context.config.engine.name} reports no rounds of speculation: its servers have no drafter, or run "
@@ -81,6 +82,10 @@ def measure_served(context: Context, walk: Walk) -> tuple[EvaluationRecord, list
     if shown is None:
         raise RunError("nothing was measured")
     return shown
+
+
+def _servers(engine: EngineConfig) -> int:
+    return (len(engine.urls) or engine.replicas) if engine.name == "vllm_server" else 1
 
 
 def _walked(context: Context, conversations: Sequence[Conversation], walk: Walk) -> AcceptanceStats | None:

@@ -16,8 +16,10 @@ from spectrain.console import ProgressBar, say
 from spectrain.data.packing import PackedBatch, pack_batch, pack_rows, truncated_tokens
 from spectrain.data.states import StateStore
 from spectrain.data.vocab import DraftVocab, build_vocab
+from spectrain.drafters.block.drafter import BlockDrafter
+from spectrain.drafters.folder import CONFIG, WEIGHTS, weights_digest
 from spectrain.drafters.recurrent.drafter import Eagle3
-from spectrain.run_dir import Decision, Inputs, file_digest
+from spectrain.run_dir import Decision, Inputs
 from spectrain.stages import capture
 from spectrain.stages.context import Context
 from spectrain.target.head import TargetHead
@@ -35,8 +37,6 @@ _NO_INPUTS = {
 
 def decide(context: Context) -> Decision:
     """Whether the drafter has to be trained."""
-    from spectrain.drafters.folder import CONFIG, WEIGHTS
-
     whole = all((context.run_dir.drafter / file).is_file() for file in (CONFIG, WEIGHTS))
     return context.run_dir.decide("fit", Inputs(_inputs(context), {}), whole)
 
@@ -49,7 +49,7 @@ def _inputs(context: Context) -> dict[str, Any]:
     if not config.drafter.is_block:
         kept = {key: value for key, value in kept.items() if not key.startswith("drafter.block.")}
     if config.drafter.path is not None:
-        kept["weights of drafter.path"] = file_digest(Path(config.drafter.path).expanduser() / "model.safetensors")[:16]
+        kept["weights of drafter.path"] = weights_digest(Path(config.drafter.path).expanduser())[:16]
     return {**capture.fixed_inputs(context), **capture.growing_inputs(context), **kept}
 
 
@@ -86,7 +86,7 @@ def _train(context: Context, store: StateStore, train: list[int], heldout: list[
         vocab = build_vocab(_tokens(store, train), size, context.spec.vocab_size, expected_V)
         mask = _mask_token(config.drafter, store, train, head)
         drafter = build_drafter(config.drafter, context.spec, vocab, head, context.target.folder, config.trainer.seed, mask)
-        if isinstance(drafter, Eagle3) and config.drafter.start == "regression":
+        if isinstance(drafter, Eagle3 | BlockDrafter) and config.drafter.start == "regression":
             _start(drafter, store, train)
     coverage = _coverage(store, heldout, vocab)
     say(f"fit: {len(train)} documents, draft vocabulary of {len(vocab.ids_D):,} covers {coverage:.2%} of the held-out generated tokens")
@@ -114,20 +114,20 @@ def _train(context: Context, store: StateStore, train: list[int], heldout: list[
         "walk_acceptance_length": result.best_acceptance_length,
         "loss": result.final_loss,
         "coverage": coverage,
-        "weights": file_digest(run_dir.drafter / "model.safetensors")[:16],
+        "weights": weights_digest(run_dir.drafter)[:16],
     }
 
 
-def _start(drafter: Eagle3, store: StateStore, train: list[int]) -> None:
+def _start(drafter: Eagle3 | BlockDrafter, store: StateStore, train: list[int]) -> None:
     """Solve for the drafter's start on training documents. Cheap beside training, and the same on every rank and after every resume."""
 
     def batches() -> Iterator[PackedBatch]:
         for row in pack_rows([int(store.lengths[number]) for number in train], START_ROW_TOKENS, seed=0, epoch=0):
             yield pack_batch([store[train[index]] for index in row])
 
-    columns = drafter.start(batches)
+    places = drafter.start(batches)
     alone = "cannot be solved for with these states (too few?), so the drafter starts from parts of the target alone"
-    note = f"solved on {columns:,} columns" if columns else alone
+    note = f"solved at {places:,} places of the text" if places else alone
     say(f"fit: closed-form start {note}")
 
 

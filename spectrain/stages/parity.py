@@ -25,7 +25,7 @@ from spectrain.drafters.folder import load_drafter
 from spectrain.drafters.served import drafter_digest, read_served
 from spectrain.engines.service import Request
 from spectrain.engines.services import open_service
-from spectrain.engines.vllm_options import check_args, vllm_version
+from spectrain.engines.vllm_options import check_own_args, vllm_version
 from spectrain.errors import RunError
 from spectrain.evaluation.hypotheses import explain
 from spectrain.evaluation.labels import share_text
@@ -52,7 +52,7 @@ def parity_record(run_dir: RunDir, folder: Path) -> dict[str, Any] | None:
 
 def parity(context: Context) -> None:
     """Check unless that was done with the same drafter and passed. Raises RunError, with the first difference and hints, if it fails."""
-    check_args(context.config.engine.args)
+    check_own_args(context.config.engine.args, measures=True)
     decision = _decide(context)
     if decision.skip:
         say(str(decision))

@@ -15,10 +15,12 @@ from typing import Any
 from spectrain.data.prompts import Conversation
 from spectrain.decoding.loop import GenerationResult
 from spectrain.decoding.scheduler import StepCost
+from spectrain.drafters.folder import WEIGHTS, weights_digest
+from spectrain.drafters.layouts import BLOCK_TAPS, EAGLE3_TAPS, standard_config
 from spectrain.drafters.served import read_served
 from spectrain.evaluation.record import EvaluationRecord, PromptResult
 from spectrain.evaluation.report import ExampleText, Fact, ReportInputs, ServeCommand, write_report
-from spectrain.run_dir import file_digest, versions
+from spectrain.run_dir import versions
 from spectrain.stages.context import Context, config_yaml
 from spectrain.stages.fit import read_metrics
 from spectrain.target.model import choose_device
@@ -93,15 +95,16 @@ def answer_pieces(tokenizer: Any, prompt_length: int, result: GenerationResult) 
 
 def _drafter_facts(context: Context) -> list[Fact]:
     folder = context.measured_drafter
-    written = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    file = folder / "config.json"
+    written = standard_config(json.loads(file.read_text(encoding="utf-8")), str(file))
     facts = [
         ("folder", str(folder)),
-        ("method", context.config.drafter.method),
-        ("taps", ", ".join(map(str, written.get("eagle_aux_hidden_state_layer_ids", ())))),
+        ("method", written["speculators_model_type"]),
+        ("taps", ", ".join(map(str, written.get(EAGLE3_TAPS) or written.get(BLOCK_TAPS) or ()))),
         ("draft vocabulary", f"{written.get('draft_vocab_size', 0):,}"),
         (
             "weights",
-            f"{(folder / 'model.safetensors').stat().st_size / 1e6:,.1f} MB, sha256 {file_digest(folder / 'model.safetensors')[:16]}",
+            f"{(folder / WEIGHTS).stat().st_size / 1e6:,.1f} MB, sha256 {weights_digest(folder)[:16]}",
         ),
     ]
     trained = written.get("spectrain") or {}

@@ -88,9 +88,10 @@ def serve_command(config: SpectrainConfig, given: Sequence[str], flags: Sequence
 
 def _server(target: str) -> list[str]:
     """``vllm serve TARGET``; by module, because not every build comes with a command that works."""
+    # -P: a file of the working directory must not hide a package.
     if vllm_options.is_cpu_build():
-        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", target]
-    return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", target]
+        return [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", target]
+    return [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve", target]
 
 
 def _kept(args: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

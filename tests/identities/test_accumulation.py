@@ -15,7 +15,7 @@ import torch
 from drafter_tools import MemoryStore, Options, gradients, make_trainer, packed, random_document, random_drafter, tensors_of, trainer_config
 from safetensors.torch import load_file
 from torch import Tensor
-from two_ranks import OPTIONS, SETTINGS, documents
+from two_ranks import METHODS, OPTIONS, SETTINGS, documents, fresh_drafter
 
 from spectrain.training.trainer import Trainer
 
@@ -27,8 +27,8 @@ def traced(trainer: Trainer) -> list[dict[str, Tensor]]:
     return trace
 
 
-def train(folder: Path, **options: Any) -> tuple[list[dict[str, Tensor]], dict[str, Tensor], list[dict[str, Any]]]:
-    drafter = random_drafter(OPTIONS)
+def train(folder: Path, method: str = "eagle3", **options: Any) -> tuple[list[dict[str, Tensor]], dict[str, Tensor], list[dict[str, Any]]]:
+    drafter = fresh_drafter(method)
     trainer = make_trainer(folder, drafter, MemoryStore(documents(drafter.head)), trainer_config(**{**SETTINGS, **options}))
     trace = traced(trainer)
     trainer.fit()
@@ -110,17 +110,18 @@ def test_two_processes_are_one(tmp_path: Path) -> None:
         )
         for rank in range(2)
     ]
-    _, one, one_lines = train(tmp_path / "one", rows_per_batch=4, gradient_accumulation=1)
     try:
+        alone = {method: train(tmp_path / "one" / method, method, rows_per_batch=4, gradient_accumulation=1) for method in METHODS}
         outputs = [process.communicate(timeout=150)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
     assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
-    first, second = (load_file(tmp_path / "two" / f"weights-{rank}.safetensors") for rank in range(2))
-    assert set(first) == set(one)
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    torch.testing.assert_close(first, one, rtol=1e-5, atol=1e-7)
-    lines = [json.loads(line) for line in (tmp_path / "two" / "metrics.jsonl").read_text().splitlines()]
-    assert_same_metrics(lines, one_lines)
-    assert load_file(tmp_path / "two" / "ranks.safetensors")["passes_without_rows"].item() > 0
+    for method, (_, one, one_lines) in alone.items():
+        folder = tmp_path / "two" / method
+        first, second = (load_file(folder / f"weights-{rank}.safetensors") for rank in range(2))
+        assert set(first) == set(one)
+        assert all(torch.equal(first[name], second[name]) for name in first)
+        torch.testing.assert_close(first, one, rtol=1e-5, atol=1e-7)
+        assert_same_metrics([json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()], one_lines)
+        assert load_file(folder / "ranks.safetensors")["passes_without_rows"].item() > 0

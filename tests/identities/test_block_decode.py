@@ -131,7 +131,7 @@ def test_select_keeps_each_row(options: BlockOptions) -> None:
     assert after.ids.tolist() == before.ids[[2, 0]].tolist()
 
 
-@pytest.mark.parametrize("options", BLOCK_VARIANTS[:6], ids=lambda options: options.name)
+@pytest.mark.parametrize("options", BLOCK_VARIANTS, ids=lambda options: options.name)
 def test_nothing_behind_the_anchor_leaks(options: BlockOptions) -> None:
     """The anchor's own taps and all later tokens may be anything: laws are equal to the bit. The token before it matters."""
     drafter, texts = random_block_drafter(options), Texts(options, [9])

@@ -156,9 +156,29 @@ def test_confidence_can_train_the_backbone(with_markov: bool) -> None:
     assert_equals_brute_force(with_loss(options, {"tv": 1.0}, **block), masks=("0011111", "110111"))
 
 
+def test_confidence_loss_is_least_where_the_head_says_the_chance_of_acceptance() -> None:
+    drafter = random_block_drafter(DSPARK)
+    batch, head = packed(texts(DSPARK, drafter, ["011"])), drafter.body.confidence_head
+    head.reset()
+    goal = 1 - float(drafter.train_losses(batch).terms_K["tv"][0])  # one anchor, one draft
+    found = []
+    for said in (goal - 0.01, goal, goal + 0.01):
+        head.proj.bias.data.fill_(math.log(said / (1 - said)))
+        found.append(float(drafter.train_losses(batch).terms_K["confidence"][0]))
+    assert found[1] == pytest.approx(-goal * math.log(goal) - (1 - goal) * math.log(1 - goal))
+    assert found[1] < min(found[0], found[2])
+
+
 @pytest.mark.parametrize("options", KINDS, ids=lambda options: options.name)
 def test_d_pace_weighs_slots_by_what_they_add_to_the_expected_length(options: BlockOptions) -> None:
     assert_equals_brute_force(with_loss(options, EVERY_LOSS, d_pace=True), masks=("0011111", "0111011111"))
+
+
+def test_d_pace_keeps_a_slot_that_is_never_reached() -> None:
+    """Its weight is less than any float32, but it counts in the statistics."""
+    counted = training.Counted(torch.zeros(8, dtype=torch.long), torch.arange(8), torch.arange(8), [1] * 8)
+    weight_S = training._d_pace(torch.full((8,), 1e-6), counted, (1, 8))
+    assert weight_S[0] == pytest.approx(1e-6, rel=1e-4) and bool((weight_S > 0).all())
 
 
 @pytest.mark.parametrize("options", KINDS, ids=lambda options: options.name)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from spectrain.data.packing import Draw, PackedBatch, pack_batch
 from spectrain.data.states import TargetStates
+from spectrain.decoding.verify import Law
 from spectrain.drafters.block import geometry, training
 from spectrain.drafters.block.anchors import all_anchors, draw_anchors
 from spectrain.drafters.block.drafter import BlockDrafter
@@ -117,6 +118,33 @@ def test_every_block_is_the_servers_draft(options: BlockOptions) -> None:
             torch.testing.assert_close(found[start + a], torch.stack(hidden), rtol=1e-9, atol=1e-10)
             expected += 1
     assert len(found) == expected > 15
+
+
+@pytest.mark.parametrize("options", BLOCK_VARIANTS, ids=lambda options: options.name)
+def test_scores_are_those_of_the_servers_draft(options: BlockOptions) -> None:
+    """min(1, p/q) of the document's own tokens, until one certainly falls, and what the confidence head says of them."""
+    drafter = random_block_drafter(options)
+    twin, documents, n, law = block_twin_of(drafter), texts(options, drafter, MASKS[:3]), drafter.shape.num_drafts, Law(temperature=1.0)
+    scores = drafter.score(packed(documents), n, law, law)
+    assert (scores.confidence_RK is not None) == options.confidence
+    row = 0
+    for states, start in zip(documents, split_by_document(documents), strict=True):
+        ids, mask = states.input_ids.tolist(), states.loss_mask.tolist()
+        for a in (a for a in range(len(ids)) if ahead(mask, a)):
+            with torch.no_grad():
+                draft = twin.draft(ids[: a + 1], states.taps, n, drafts=(ids + [0] * n)[a + 1 : a + 1 + n])
+            accept, counted = [0.0] * n, min(n, ahead(mask, a))
+            for k, token in enumerate(ids[a + 1 : a + 1 + counted]):
+                accept[k] = min(1.0, float(draft.log_law[k].exp()[token] / twin.head.law(states.last_hidden[a + k])[token]))
+                if accept[k] == 0:
+                    break
+            assert scores.anchor_R[row] == start + a
+            assert scores.accept_RK[row].tolist() == pytest.approx(accept, rel=1e-5, abs=1e-7)
+            if scores.confidence_RK is not None:
+                expected = torch.stack(draft.confidence[:counted])
+                torch.testing.assert_close(scores.confidence_RK[row, :counted], expected, rtol=1e-8, atol=1e-8)
+            row += 1
+    assert row == len(scores.anchor_R) > 5
 
 
 @pytest.mark.parametrize("options", BLOCK_VARIANTS[:5], ids=lambda options: options.name)

@@ -128,20 +128,30 @@ def test_the_figure_for_every_length_is_that_of_its_own_blocks(setting: Setting)
 
 @pytest.mark.parametrize("law", [HOT, Law(temperature=0.7, top_k=6)], ids=["1", "0.7 top-k"])
 def test_a_slot_stands_with_one_minus_the_distance_of_the_laws(setting: Setting, law: Law) -> None:
-    """Σ_x q(x)·P(stands | x) over every continuation x = 1 − TV(p, q) (Leviathan et al. 2023, theorem 3.5), p from the real cache."""
+    """Σ_x q(x)·P(stands | x) over every continuation x = 1 − TV(p, q) (Leviathan et al. 2023, theorem 3.5), p from the real cache.
+
+    So for the first slot of a block, and for the second behind a first draft that stood."""
     for text in prompts(3, seed=4):
-        documents = [capture(setting.target, text[:-1], [text[-1], x], TAPS, f"{x:03d}", "train") for x in range(VOCAB)]
-        scores = setting.drafter.score(pack_batch(documents), 1, law, law)
-        q = truncated_log_probs(setting.target.logits(documents[0].last_hidden[len(text) - 1]).double(), law).exp()
-        cache = setting.drafter.new_cache(1)
-        observed = len(text) - 1
-        setting.drafter.observe(cache, torch.tensor([text[:-1]]), documents[0].taps[None, :observed], torch.tensor([observed]))
-        proposal = setting.drafter.propose(cache, torch.tensor([text[-1]]), 1, law, [torch.Generator().manual_seed(0)])
+        seen = capture(setting.target, text[:-1], text[-1:], TAPS, "seen", "train")
+        cache, observed = setting.drafter.new_cache(1), len(text) - 1
+        setting.drafter.observe(cache, torch.tensor([text[:-1]]), seen.taps[None, :observed], torch.tensor([observed]))
+        streams = (torch.Generator().manual_seed(seed) for seed in range(100))
+        proposals = (setting.drafter.propose(cache, torch.tensor(text[-1:]), 2, law, [stream]) for stream in streams)
+        proposal = next(one for one in proposals if target_law(setting, seen, law)[one.ids[0, 0]] > 0)
         assert proposal.law is not None
-        p = proposal.law[0, 0].exp()
-        expected = 1 - 0.5 * float((p - q).abs().sum())
-        assert 0.02 < expected < 0.99
-        assert float((q * scores.accept_RK[:, 0]).sum()) == pytest.approx(expected, abs=1e-5)
+        for slot in range(2):
+            answers = [[text[-1], *proposal.ids[0, :slot].tolist(), x] for x in range(VOCAB)]
+            documents = [capture(setting.target, text[:-1], answer, TAPS, f"{answer[-1]:03d}", "train") for answer in answers]
+            accept_x = setting.drafter.score(pack_batch(documents), 2, law, law).accept_RK[:: slot + 1, slot]  # first anchor of each
+            p, q = proposal.law[0, slot].exp(), target_law(setting, documents[0], law, before_last=1)
+            expected = 1 - 0.5 * float((p - q).abs().sum())
+            assert 0.01 < expected < 0.99
+            assert float((q * accept_x).sum()) == pytest.approx(expected, abs=1e-5)
+
+
+def target_law(setting: Setting, document: TargetStates, law: Law, before_last: int = 0) -> torch.Tensor:
+    """[V]: the target's law behind a document without its last tokens."""
+    return truncated_log_probs(setting.target.logits(document.last_hidden[-1 - before_last]).double(), law).exp()
 
 
 def test_sampled_drafts_keep_the_targets_law(setting: Setting) -> None:

@@ -1,4 +1,4 @@
-"""One of two processes that train together; started by ``test_accumulation.py``, which also trains the same alone.
+"""One of two processes that train together, one drafter after the other; started by ``test_accumulation.py``, which trains the same alone.
 
 Usage: two_ranks.py FOLDER, with RANK, WORLD_SIZE and the address of the first process in the environment.
 """
@@ -6,18 +6,23 @@ Usage: two_ranks.py FOLDER, with RANK, WORLD_SIZE and the address of the first p
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from block_tools import DSPARK, random_block_drafter
 from drafter_tools import MemoryStore, Options, make_trainer, random_document, random_drafter, tensors_of, trainer_config
 from safetensors.torch import save_file
 
+from spectrain.config import BlockConfig
 from spectrain.data.states import TargetStates
+from spectrain.drafters.base import Drafter
 from spectrain.target.head import TargetHead
 
 OPTIONS = Options(reduced=True, layer_type="qwen3")
+METHODS = ("eagle3", "dspark")
 DOCUMENTS = 14  # nine rows an epoch: two steps of four, and one row for one rank alone
 SETTINGS: dict[str, Any] = {
     "row_tokens": 16,
@@ -27,6 +32,11 @@ SETTINGS: dict[str, Any] = {
     "eval_every_steps": 2,
     "warmup_fraction": 0.0,
 }
+
+
+def fresh_drafter(method: str) -> Drafter:
+    """``dspark``: with fewer anchors a row than there are, so that they are drawn."""
+    return random_drafter(OPTIONS) if method == "eagle3" else random_block_drafter(replace(DSPARK, options=BlockConfig(anchors=6)))
 
 
 def documents(head: TargetHead) -> list[TargetStates]:
@@ -39,15 +49,16 @@ def documents(head: TargetHead) -> list[TargetStates]:
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     accelerator = Accelerator(cpu=True)
-    drafter = random_drafter(OPTIONS)
-    trainer = make_trainer(folder, drafter, MemoryStore(documents(drafter.head)), trainer_config(**SETTINGS), accelerator=accelerator)
     assert accelerator.num_processes == 2
-    trainer.fit()
-    save_file({name: p.detach() for name, p in tensors_of(drafter).items()}, folder / f"weights-{accelerator.process_index}.safetensors")
-    if accelerator.process_index == 1:
-        steps = range(trainer.sampler.total_steps)
-        empty = sum(not micro for step in steps for micro in trainer.sampler[step].micro_batches)
-        save_file({"passes_without_rows": torch.tensor(empty)}, folder / "ranks.safetensors")
+    for method in METHODS:
+        drafter, into = fresh_drafter(method), folder / method
+        trainer = make_trainer(into, drafter, MemoryStore(documents(drafter.head)), trainer_config(**SETTINGS), accelerator=accelerator)
+        trainer.fit()
+        save_file({name: p.detach() for name, p in tensors_of(drafter).items()}, into / f"weights-{accelerator.process_index}.safetensors")
+        if accelerator.process_index == 1:
+            steps = range(trainer.sampler.total_steps)
+            empty = sum(not micro for step in steps for micro in trainer.sampler[step].micro_batches)
+            save_file({"passes_without_rows": torch.tensor(empty)}, into / "ranks.safetensors")
     accelerator.wait_for_everyone()
     accelerator.end_training()
 

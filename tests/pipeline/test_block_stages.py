@@ -39,6 +39,7 @@ def test_a_run_makes_a_drafter_and_measures_it(finished, method):
     assert (drafter.shape.num_drafts, drafter.shape.owns_head) == (4, method != "dflash2")
     records = {record.method: record for record in read_records(run / "eval")}
     assert set(records) == {"none", "ngram", method}
+    assert "1, 2, 4, 5, 6" in (run / "report.html").read_text(encoding="utf-8")
     # The walk over the same answers is what the loop counted.
     assert records[method].walk_acceptance_length == pytest.approx(records[method].acceptance_length, abs=1e-6)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny import tiny_target
 
-from spectrain.config import BlockConfig, DrafterConfig
+from spectrain.config import BlockConfig, DrafterConfig, LossConfig
 from spectrain.data.vocab import DraftVocab, full_vocab
 from spectrain.drafters.block.drafter import BlockDrafter
 from spectrain.drafters.block.shape import BlockShape
@@ -72,6 +72,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"block": BlockConfig(block_size=4)}, r"drafter\.block\.block_size is a block drafter's"),
     ({"method": "dflash", "block": BlockConfig(markov="vanilla")}, r"drafter\.block\.markov is dspark's"),
     ({"method": "dspark", "block": BlockConfig(conv_kernel_size=2)}, r"drafter\.block\.conv_kernel_size is dflash2's"),
+    ({"method": "dflash", "loss": LossConfig(step_decay=0.5)}, r"drafter\.loss\.step_decay is a recurrent drafter's"),
+    ({"method": "dflash", "block": BlockConfig(d_pace=True, decay=2.0)}, r"block\.decay has no effect with drafter\.block\.d_pace=True"),
+    (
+        {"method": "dspark", "block": BlockConfig(markov="none", markov_rank=8)},
+        r"markov_rank has no effect with drafter\.block\.markov=none",
+    ),
+    ({"method": "dspark", "block": BlockConfig(confidence=False, confidence_weight=2.0)}, "confidence_weight has no effect"),
     ({"method": "dflash", "layer_type": "llama"}, "layer_type=llama"),
     ({"method": "dflash", "init": "regression"}, "init=regression"),
     ({"method": "dflash", "block": BlockConfig(sample_from_anchor=True)}, "only dspark drafts from the anchor's slot"),

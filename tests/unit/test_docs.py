@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -39,3 +40,10 @@ def test_links_between_pages_lead_somewhere() -> None:
     for page in PAGES:
         for link in re.findall(r"\]\((?!https?:)([^)#]+)\)", page.read_text(encoding="utf-8")):
             assert (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+def test_every_dependency_is_explained() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    rows = re.findall(r"^\| ([^|]+) \| [^|]+ \|$", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    explained = {name for row in rows for name in row.split(", ")}
+    assert {re.split("[<>=]", dependency)[0] for dependency in project["dependencies"]} <= explained

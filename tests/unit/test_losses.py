@@ -8,6 +8,7 @@ import pytest
 import torch
 from drafter_tools import DRAFT_IDS, HIDDEN, VOCAB, head_twin, random_head
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 from twins import loss_terms
 
 from spectrain.drafters import losses
@@ -100,6 +101,16 @@ def test_only_what_needs_a_gradient_gets_one() -> None:
     matrix = case.matrix_DH.clone().requires_grad_()
     draft_loss(case.hidden_KUH, matrix, case.teacher(), case.targets(), case.weight_KU, EVERY_LOSS).loss.backward()
     torch.testing.assert_close(matrix.grad, case.run(EVERY_LOSS)[2] / 2.5)
+
+
+def test_without_gradients_no_product_is_made_for_them() -> None:
+    case, flops = Case(), []
+    for asked in (True, False):
+        hidden = case.hidden_KUH.clone().requires_grad_()
+        with torch.set_grad_enabled(asked), FlopCounterMode(display=False) as counter:
+            draft_loss(hidden, case.matrix_DH, case.teacher(), case.targets(), case.weight_KU, {"ce": 1.0})
+        flops.append(counter.get_total_flops())
+    assert flops[0] - flops[1] == 2 * hidden.numel() * len(case.matrix_DH)
 
 
 def test_a_drafter_equal_to_its_teacher_has_no_distance_left() -> None:

@@ -302,7 +302,7 @@ def shown(records, width: int = 130) -> str:
 
 def test_terminal_table_has_a_row_per_method_and_the_promise():
     lines = shown(RECORDS).splitlines()
-    assert lines[0] == "tiny-target · suite heldout · 2 prompts · 3 draft tokens · greedy · 1 at a time · engine hf 5.19"
+    assert lines[0] == "tiny-target · suite heldout · 2 prompts · 3 draft tokens · greedy · 1 at a time · engine hf (5.19)"
     (plain,) = [line for line in lines if line.strip().startswith("no speculation")]
     assert plain.split()[2:] == ["1.00", "–", f"{RECORDS[0].output_tokens_per_s:.1f}", "–", "–"]
     (drafter,) = [line for line in lines if line.strip().startswith("EAGLE-3 drafter ")]

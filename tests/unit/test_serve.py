@@ -189,9 +189,9 @@ def test_engine_settings_and_flags_are_handed_on(drafter):
 def test_on_gpus_it_is_vllm_serve(drafter, target, monkeypatch):
     monkeypatch.setattr(vllm_options, "is_cpu_build", lambda: False)
     arguments = command(f"drafter.path={drafter}")
-    assert arguments[1:5] == ["-m", "vllm.entrypoints.cli.main", "serve", str(target)]
-    assert arguments[5] == "--speculative-config"
-    assert len(arguments) == 7  # everything else is as vLLM has it
+    assert arguments[1:6] == ["-P", "-m", "vllm.entrypoints.cli.main", "serve", str(target)]
+    assert arguments[6] == "--speculative-config"
+    assert len(arguments) == 8  # everything else is as vLLM has it
 
 
 def test_the_runs_own_drafter_not_the_one_it_went_on_from(drafter, target, tmp_path):

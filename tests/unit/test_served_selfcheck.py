@@ -9,7 +9,7 @@ import torch
 from tiny import tiny_target
 
 from spectrain.config import EngineConfig, TargetConfig
-from spectrain.data.states import TargetStates
+from spectrain.data.states import TargetStates, as_stored
 from spectrain.engines.served_selfcheck import CheckDocument, SelfCheck
 from spectrain.errors import RunError
 from spectrain.target.model import TargetModel
@@ -51,8 +51,8 @@ def captured(target: tuple[TargetConfig, ResolvedTarget], taps: tuple[int, ...])
     return documents
 
 
-def check(target: tuple[TargetConfig, ResolvedTarget], method: str) -> SelfCheck:
-    made = SelfCheck(EngineConfig(self_check=method), *target, TAPS)
+def check(target: tuple[TargetConfig, ResolvedTarget], method: str, states_dtype: str = "float32") -> SelfCheck:
+    made = SelfCheck(EngineConfig(self_check=method), *target, TAPS, states_dtype)
     made.prepare(DOCUMENTS)
     return made
 
@@ -72,6 +72,32 @@ def test_states_of_another_layer_are_named(
         RunError, match=rf"as tap {tap} is not .* after {tap} layers \(it is the one after {layer} layers\).* at position 0 "
     ):
         check(target, "taps").compare(captured(target, taps))
+
+
+def stored(documents: list[CheckDocument], dtype: str) -> list[CheckDocument]:
+    """As they are read from a shard."""
+    return [
+        replace(
+            document,
+            states=replace(
+                document.states, taps=as_stored(document.states.taps, dtype), last_hidden=as_stored(document.states.last_hidden, dtype)
+            ),
+        )
+        for document in documents
+    ]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("method", ["taps", "greedy"])
+def test_storing_in_fewer_bits_is_no_difference(target: tuple[TargetConfig, ResolvedTarget], dtype: str, method: str) -> None:
+    check(target, method, dtype).compare(stored(captured(target, TAPS), dtype))
+    if method == "taps":
+        with pytest.raises(RunError, match=r"as tap 1 is not .* after 1 layers \(it is the one after 2 layers\)"):
+            check(target, method, dtype).compare(stored(captured(target, (2, 3, 4)), dtype))
+        doubtful = stored(captured(target, TAPS), dtype)
+        doubtful[1].states.taps[0, 1] *= 1.05
+        with pytest.raises(RunError, match=r"as tap 2 is not .* at position 0 of document document 1"):
+            check(target, method, dtype).compare(doubtful)
 
 
 @pytest.mark.parametrize("value", [torch.nan, 50.0])
@@ -97,9 +123,9 @@ def test_a_last_hidden_state_that_is_not_the_heads_input_is_found(target: tuple[
 def test_a_target_that_does_not_fit_or_is_quantised_is_checked_by_its_tokens(
     target: tuple[TargetConfig, ResolvedTarget], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert SelfCheck(EngineConfig(quantization="fp8"), *target, TAPS).method == "greedy"
+    assert SelfCheck(EngineConfig(quantization="fp8"), *target, TAPS, "float32").method == "greedy"
     monkeypatch.setattr("spectrain.engines.served_selfcheck._free_memory", lambda: 1000)
-    made = SelfCheck(EngineConfig(), *target, TAPS)
+    made = SelfCheck(EngineConfig(), *target, TAPS, "float32")
     monkeypatch.setattr(TargetModel, "load", lambda *args: pytest.fail("the model was loaded"))
     made.prepare(DOCUMENTS)
     assert made.method == "greedy"

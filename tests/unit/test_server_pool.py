@@ -2,16 +2,20 @@
 
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fake_server import FakeServer
 
 from spectrain.checks import check_config
 from spectrain.config import CaptureConfig, DataConfig, EngineConfig, SpectrainConfig, TargetConfig
+from spectrain.data.prompts import Conversation
 from spectrain.engines import server_pool, vllm_options
+from spectrain.engines.one_pass import _CapturingService
 from spectrain.engines.service import Request
 from spectrain.engines.services import open_service
 from spectrain.errors import ConfigError, RunError
+from spectrain.stages import answering, evaluate_served
 
 TARGET = TargetConfig(path="some/target", max_length=200)
 
@@ -25,7 +29,7 @@ def test_running_servers_of_the_target_are_used_under_their_own_names(tmp_path):
     by_root = [{"id": "renamed", "root": "some/target", "max_model_len": 200}]
     by_name = [{"id": "some/target", "root": "/elsewhere", "max_model_len": 4096}]
     with FakeServer(models=by_root) as one, FakeServer(models=by_name) as other:
-        pool = opened(tmp_path, urls=(one.url + "/v1", other.url, other.url), concurrency=1)
+        pool = opened(tmp_path, urls=(one.url + "/v1", other.url, other.url + "/"), concurrency=1)
         assert pool.capacity == 2
         for number in range(6):
             pool.submit(Request(str(number), [number], 2))
@@ -114,3 +118,33 @@ def test_capture_asks_for_no_rounds(started, tmp_path):
         opened(tmp_path, {"speculative_config": {"method": "extract_hidden_states"}}, replicas=2)
     assert "--per-request-spec-decode-metrics" not in started[0].given[1]
     assert isinstance(started[0].given[3], Path)
+
+
+def test_one_pass_is_given_no_more_than_the_servers_that_are_left_take():
+    pool = SimpleNamespace(capacity=8)
+    service = object.__new__(_CapturingService)
+    service._service = pool
+    assert service.capacity == 8
+    pool.capacity = 4
+    assert service.capacity == 4
+
+
+@pytest.mark.parametrize(
+    ("engine", "servers"),
+    [
+        (EngineConfig(name="vllm", replicas=3), 1),
+        (EngineConfig(name="vllm_server", replicas=3), 3),
+        (EngineConfig(name="vllm_server", urls=("http://a", "http://b")), 2),
+    ],
+)
+def test_every_server_is_warmed_up_before_the_clock_runs(engine, servers, monkeypatch):
+    asked = []
+    monkeypatch.setattr(answering, "_answer_group", lambda context, decode, *rest: asked.append("measured") or [])
+    context = SimpleNamespace(config=SpectrainConfig(engine=engine), template=SimpleNamespace(first_prompt_ids=lambda conversation: [1, 2]))
+
+    def decode(prompts, limits, streams, on_tokens):
+        assert len(prompts) == len(limits) == len(streams)
+        asked.append(len(prompts))
+
+    answering.answer_all(context, [Conversation(id="c", turns=("a",))], decode, 1, "none", evaluate_served._servers(engine))
+    assert asked == [servers, "measured"]

@@ -230,3 +230,25 @@ def test_a_writer_that_fails_says_so_and_blocks_nobody(tmp_path: Path, monkeypat
     with pytest.raises(RunError, match="No space left on device"):
         session.check()
     writer.close()
+
+
+def test_a_disk_so_full_that_it_does_not_take_the_reason_is_heard_of_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files can be made there, but not filled."""
+    meta = make_meta()
+    session = Session(tmp_path, meta)
+
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(ShardBuffer, "write", full)
+    writer = ShardWriter(session.folder, meta, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr("spectrain.files.os.fsync", full)
+        put(writer, make_response(0, 9))
+        assert wait_for(lambda: any(session.folder.glob("*.error")))
+    with pytest.raises(RunError, match="see whether the disk is full"):
+        session.check()
+    for number in range(1, 5):
+        put(writer, make_response(number, 9))
+    assert wait_for(lambda: not writer._queue)  # what can no longer be written takes no memory
+    writer.close()

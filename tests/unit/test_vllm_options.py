@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,9 +15,12 @@ from spectrain.checks import check_config
 from spectrain.compose import compose
 from spectrain.config import EngineConfig, TargetConfig
 from spectrain.engines import vllm_options
+from spectrain.engines.guard import guarded
+from spectrain.engines.host import HostService
 from spectrain.engines.logs import last_errors
+from spectrain.engines.server_process import ServerProcess, server_command
 from spectrain.engines.vllm_options import argument_names, check_args, cli_flags, dtype_argument, engine_args, environment
-from spectrain.errors import ConfigError
+from spectrain.errors import ConfigError, RunError
 
 
 def write_config(folder: Path, **fields: object) -> Path:
@@ -185,5 +189,98 @@ def test_what_cannot_work_is_said_before_anything_starts() -> None:
         check_config(compose([*given, "engine=vllm", "engine.args.blok_size=3"]), "generate")
     with pytest.raises(ConfigError, match="needs vLLM"):
         check_config(compose([*given, "capture.during_generation=true"]), "generate")
+    with pytest.raises(ConfigError, match=r"needs engine\.connector=spectrain"):
+        check_config(compose([*given, "engine=vllm", "capture.during_generation=true", "engine.connector=stock"]), "generate")
     # Servers that run already have the arguments they have.
     check_config(compose([*given, "engine=vllm_server", "engine.urls=[http://a:1]"]), "generate")
+
+
+@pytest.mark.parametrize("engine", [("engine=hf",), ("engine=vllm_server", "engine.urls=[http://a:1]")])
+def test_how_states_were_captured_is_no_matter_to_eval(engine: tuple[str, ...]) -> None:
+    """A run directory remembers it."""
+    check_config(compose(["target.path=x", "capture.during_generation=true", *engine]), "eval")
+
+
+@pytest.mark.parametrize(
+    ("argument", "advice"),
+    [
+        ("model=/other", r"set target\.path instead"),
+        ("dtype=bfloat16", r"set target\.dtype instead"),
+        ("quantization=fp8", r"set engine\.quantization instead"),
+        ("tensor_parallel_size=2", r"set engine\.tensor_parallel_size instead"),
+        ("kv_transfer_config.kv_role=kv_both", "leave it out"),
+        ("speculative_config.method=ngram", "leave it out"),
+    ],
+)
+def test_nothing_runs_that_is_not_what_is_written_down(argument: str, advice: str) -> None:
+    config = compose(["target.path=x", "data=quickstart", "engine=vllm", f"engine.args.{argument}"])
+    with pytest.raises(ConfigError, match=rf"engine\.args\.{argument.partition('=')[0].partition('.')[0]} .*{advice}"):
+        check_config(config, "eval")
+
+
+def test_generation_may_speculate() -> None:
+    check_config(compose(["target.path=x", "data=quickstart", "engine=vllm", "engine.args.speculative_config.method=ngram"]), "generate")
+
+
+@pytest.mark.parametrize("blocked", ["logs", "vllm.log"])
+def test_logs_that_cannot_be_written_are_named(tmp_path: Path, blocked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By either service, before anything is started."""
+    monkeypatch.setattr(subprocess, "Popen", lambda *args, **kwargs: pytest.fail("something was started"))
+    log = tmp_path / "logs" / "vllm.log"
+    if blocked == "logs":
+        log.parent.write_text("a file")
+    else:
+        log.mkdir(parents=True)
+    with pytest.raises(RunError, match=rf"the log {log} cannot be written .*another run\.dir"):
+        HostService(EngineConfig(name="vllm"), {}, log)
+    with pytest.raises(RunError, match=f"the log {log} cannot be written"):
+        ServerProcess("server", ["no-such-command"], {}, log).start()
+
+
+def test_an_interrupted_start_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM, which may be anywhere between import and warm-up, is not asked to end first: that would take its grace."""
+    found: list[int | None] = []
+    close = HostService.close
+
+    def interrupted(service: HostService, timeout_s: float) -> None:
+        raise KeyboardInterrupt
+
+    def noted(service: HostService) -> None:
+        found.append(service._process.poll())
+        close(service)
+
+    monkeypatch.setattr(HostService, "_wait_until_ready", interrupted)
+    monkeypatch.setattr(HostService, "close", noted)
+    with pytest.raises(KeyboardInterrupt):
+        HostService(EngineConfig(name="vllm"), {}, tmp_path / "vllm.log")
+    assert found == [-signal.SIGKILL]
+
+
+HIDING = "raise SystemExit('a file of the working directory was imported')"
+
+
+def test_files_of_the_working_directory_hide_no_package(tmp_path: Path) -> None:
+    for name in ("argparse", "ctypes", "vllm", "json"):
+        (tmp_path / f"{name}.py").write_text(HIDING)
+    command = server_command({})
+    module = command.index("-m") + 1
+    for started in (guarded([sys.executable, "-c", ""], 1.0), [*command[:module], "this", "--help"]):
+        done = subprocess.run(started, cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+        assert "was imported" not in done.stderr
+        assert "-P" in started
+
+
+def test_the_field_of_a_validation_error_is_quoted(tmp_path: Path) -> None:
+    log = tmp_path / "vllm.log"
+    log.write_text(
+        "pydantic.ValidationError: 1 validation error for SchedulerConfig\n"
+        "max_num_batched_tokens\n"
+        "  Input should be a valid integer [input_value='abc']\n"
+        "    For further information visit a page\n"
+        "Done.\n",
+        encoding="utf-8",
+    )
+    assert last_errors(log).splitlines()[1:] == [
+        "  pydantic.ValidationError: 1 validation error for SchedulerConfig; max_num_batched_tokens; "
+        "Input should be a valid integer [input_value='abc']"
+    ]

@@ -1,7 +1,8 @@
 """Block drafters served by the real vLLM: it drafts, and accepts, what our loop does, round by round.
 
 DFlash runs on vLLM's first model runner; DSpark needs the second, which a CPU runs through Triton's interpreter, slowly: few rounds there.
-DFlash2 has a kernel that the interpreter cannot run, so its arithmetic is held against a twin alone (``test_block_decode.py``).
+DFlash2 has a kernel that the interpreter cannot run: its arithmetic is held against a twin (``test_block_decode.py``), and its parts here
+against the functions that vLLM has for a machine without a GPU.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+from block_tools import DFLASH2, random_block_drafter
+from drafter_tools import HIDDEN, VOCAB
 from parity_tools import Family, as_answer, as_played, job, run_jobs
 from tiny import VOCAB_SIZE
 from vllm_tools import vllm_engine, vllm_environment
@@ -31,7 +34,7 @@ from spectrain.target.head import TargetHead
 
 N = 3
 DFLASH = {
-    "full": ("llama", DrafterConfig("dflash", taps=(1, 3, 4, 6), num_layers=2, block=BlockConfig(block_size=4))),
+    "full": ("llama", DrafterConfig("dflash", taps=(1, 3, 4, 6, 7), num_layers=2, block=BlockConfig(block_size=4))),
     "reduced, shorter block": (
         "qwen3",
         DrafterConfig("dflash", taps=(0, 7), num_layers=1, draft_vocab_size=100, block=BlockConfig(block_size=6)),
@@ -155,3 +158,39 @@ def test_dflash(dflash: dict[str, Served], name: str) -> None:
 @pytest.mark.parametrize("name", DSPARK)
 def test_dspark(dspark: dict[str, Served], name: str) -> None:
     check(dspark[name], 8)
+
+
+@pytest.mark.parametrize("slots", [4, 5])
+def test_dflash2_mixes_slots_as_vllm_does(slots: int) -> None:
+    from vllm.model_executor.models.qwen3_dflash2 import _grouped_conv
+
+    conv: Any = random_block_drafter(DFLASH2).body.layers[0].mlp_conv
+    taken_RBH, given_RBH = torch.randn(2, 3, slots, HIDDEN, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    with torch.no_grad():
+        before_RBH, dynamic = conv.before(taken_RBH)
+        found = (before_RBH, conv.after(given_RBH, dynamic))
+        coefficients = conv.kernel_projection(taken_RBH.flatten(0, 1)).view(3 * slots, 2, conv.shape.kernel_size, conv.num_groups)
+        for side, source_RBH in enumerate((taken_RBH, given_RBH)):
+            shape = (slots, conv.num_groups, conv.shape.group_size, conv.shape.kernel_size)
+            expected = _grouped_conv(source_RBH.flatten(0, 1), coefficients[:, side], conv.base_kernel[side], *shape)
+            torch.testing.assert_close(found[side].flatten(0, 1), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_dflash2_scores_candidates_as_vllm_does() -> None:
+    from vllm.model_executor.models.qwen3_dflash2 import _score_edges
+
+    selector: Any = random_block_drafter(DFLASH2).body.candidate_selector
+    generator, slots, top_k = torch.Generator().manual_seed(0), 4, 6
+    hidden_RJH = torch.randn(3, slots, HIDDEN, generator=generator, dtype=torch.float64)
+    base_RJN = torch.randn(3, slots, top_k, generator=generator, dtype=torch.float64)
+    candidates_RJN = torch.randint(0, VOCAB, base_RJN.shape, generator=generator)
+    prev_R, place_R = torch.tensor([1, 4, 9]), torch.zeros(3, dtype=torch.long)  # vLLM's first predecessors are all the anchor
+    with torch.no_grad():
+        tables = (selector.predecessor_codebook, selector.successor_codebook)
+        edges = _score_edges(*tables, candidates_RJN, base_RJN, selector.hidden_projection(hidden_RJH), prev_R, top_k)
+        for slot in range(slots):
+            query = selector.query(prev_R, hidden_RJH[:, slot])
+            found_RN = base_RJN[:, slot] + selector.edges(query, candidates_RJN[:, slot])
+            torch.testing.assert_close(found_RN, edges[torch.arange(3), slot, place_R], rtol=1e-12, atol=1e-12)
+            place_R = found_RN.argmax(-1)
+            prev_R = candidates_RJN[:, slot].gather(1, place_R[:, None])[:, 0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from parity_tools import SHAPE
 from tiny import tiny_target
 
 from spectrain.cli import main
+from spectrain.engines.vllm_options import vllm_version
 from spectrain.evaluation.record import EvaluationRecord, read_records
 from spectrain.run_dir import RunDir
 from spectrain.stages import parity as stage
@@ -101,6 +103,31 @@ def test_served_records_are_those_of_our_loop(arguments: list[str]) -> None:
     assert "vllm" in run.report.read_text()
 
 
+def test_a_quantised_target_is_another_one(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """What was made with the target as it is must not pass for what the quantised one would answer."""
+    assert main(["capture", "--dry-run", *arguments, *VLLM]) == 0
+    assert "unchanged" in (said := capsys.readouterr().out) and "quantization" not in said
+    assert main(["capture", "--dry-run", *arguments, *VLLM, "engine.quantization=fp8"]) == 0
+    assert "engine.quantization changed from null to fp8" in " ".join(capsys.readouterr().out.split())
+
+
 def figures(record: EvaluationRecord) -> dict[str, Any]:
     names = ("rounds", "cut_rounds", "drafted_tokens", "accepted_tokens", "acceptance_length", "acceptance_per_position", "output_tokens")
     return json.loads(json.dumps({name: getattr(record, name) for name in names}))
+
+
+def test_servers_that_are_started_here_measure_the_same(arguments: list[str], tmp_path: Path) -> None:
+    """One server for each method, in one command. (Two starts: the baseline and the drafter.)"""
+    run = RunDir(tmp_path / "run")
+    shutil.copytree(run_dir(arguments).path, run.path)
+    server = ["engine=vllm_server", *VLLM[1:], "suite.baselines=[none]"]
+    assert main(["eval", *arguments[:-1], f"run.dir={run.path}", *server]) == 0
+    records = {(record.engine, record.method): record for record in read_records(run.eval)}
+    for method in ("none", "eagle3"):
+        assert figures(records["vllm_server", method]) == figures(records["hf", method])
+    served = records["vllm_server", "eagle3"]
+    assert served.engine_version == f"vllm {vllm_version()}" and served.concurrency == 2
+    assert served.output_identical is True and served.walk_acceptance_length == records["hf", "eagle3"].walk_acceptance_length
+    assert served.baseline_tokens_per_s == records["vllm_server", "none"].output_tokens_per_s
+    assert served.speedup is not None
+    assert {log.name for log in (run.path / "logs").iterdir()} >= {"vllm-eval-none-1.log", "vllm-eval-eagle3-1.log"}

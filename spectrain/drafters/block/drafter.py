@@ -8,7 +8,7 @@ Legend: B rows, n drafts, T tokens, A taps, H hidden, D draft vocabulary, V targ
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -67,6 +67,12 @@ class BlockDrafter(Drafter):
     @property
     def loss_terms(self) -> list[str]:
         return [*super().loss_terms, *(["confidence"] if self.shape.confidence else [])]
+
+    def start(self, batches: Callable[[], Iterable[PackedBatch]]) -> int:
+        """Solve for a start in closed form on training documents; returns the blocks used, 0 if it cannot be solved."""
+        from spectrain.drafters.block.regression import start_by_regression
+
+        return start_by_regression(self, batches)
 
     def train_losses(self, batch: PackedBatch) -> LossSums:
         from spectrain.drafters.block.training import block_losses

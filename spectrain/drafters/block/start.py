@@ -10,13 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from spectrain.config import DrafterConfig
 from spectrain.drafters.block.drafter import BlockDrafter
 from spectrain.drafters.block.shape import BlockShape, ConvShape, MarkovShape, SelectorShape
 from spectrain.drafters.layers import LayerShape
-from spectrain.drafters.target_layers import MLP_NORMS, mlp_norm, read_layer
+from spectrain.drafters.target_layers import MLP_NORMS, copy_weights, mlp_norm, read_layer
 from spectrain.errors import ConfigError
 from spectrain.target.head import TargetHead
 from spectrain.target.spec import TargetSpec
@@ -95,21 +95,10 @@ def copy_from_target(drafter: BlockDrafter, spec: TargetSpec, head: TargetHead, 
             continue  # more layers than the target has
         source = read_layer(head, folder, index, ("mlp.", "self_attn.", "input_layernorm.weight", *MLP_NORMS))
         gain = source.get("input_layernorm.weight")
-        if gain is not None and _copy(layer.self_attn, "self_attn", ("q_proj", "k_proj", "v_proj", "o_proj"), source):
+        if gain is not None and copy_weights(layer.self_attn, "self_attn", ("q_proj", "k_proj", "v_proj", "o_proj"), source):
             layer.input_layernorm.weight.copy_(gain.float() + offset)
             body.hidden_norm.weight.copy_(gain.float() + offset)
-            _copy(layer.self_attn, "self_attn", ("q_norm", "k_norm"), source, offset)
+            copy_weights(layer.self_attn, "self_attn", ("q_norm", "k_norm"), source, offset)
         gain = mlp_norm(source)
-        if gain is not None and _copy(layer.mlp, "mlp", ("gate_proj", "up_proj", "down_proj"), source):
+        if gain is not None and copy_weights(layer.mlp, "mlp", ("gate_proj", "up_proj", "down_proj"), source):
             layer.post_attention_layernorm.weight.copy_(gain.float() + offset)
-
-
-def _copy(module: nn.Module, prefix: str, names: tuple[str, ...], source: dict[str, Tensor], offset: float = 0.0) -> bool:
-    """Copy weights of submodules if all are there with the same shapes; whether that was so."""
-    pairs = [(getattr(module, name).weight, source.get(f"{prefix}.{name}.weight")) for name in names]
-    if any(found is None or found.shape != own.shape for own, found in pairs):
-        return False
-    for own, found in pairs:
-        assert found is not None
-        own.copy_(found.float() + offset)
-    return True

@@ -177,7 +177,7 @@ def _with_confidence(drafter: BlockDrafter, sums: LossSums, students: Students, 
 
 
 def _d_pace(overlap_S: Tensor, counted: Counted, shape_RJ: Sequence[int]) -> Tensor:
-    """Weights [S]: Σ_{i ≥ k} Π_{l ≤ i} a_l over the counted drafts of the block."""
+    """Weights [S]: Σ_{i ≥ k} Π_{l ≤ i} a_l over the counted drafts of the block. Never 0: that would say that a draft is not there."""
     accept_RJ = overlap_S.new_zeros(*shape_RJ).index_put_((counted.block_S, counted.place_S), overlap_S)
     survival_RJ = accept_RJ.cumprod(-1)
-    return counted.rows(survival_RJ.flip(-1).cumsum(-1).flip(-1))
+    return counted.rows(survival_RJ.flip(-1).cumsum(-1).flip(-1)).clamp(min=torch.finfo(overlap_S.dtype).tiny)

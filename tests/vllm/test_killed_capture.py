@@ -1,0 +1,100 @@
+"""Kills while states are being captured, beyond those of ``test_capture.py``: the run in one pass, and one server of two."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from test_capture import MAX_LENGTH, Bench, assert_as_transformers, responses_of
+from vllm_tools import vllm_engine, vllm_environment
+
+from spectrain.data.responses import ResponseStore
+from spectrain.data.states import StateStore
+from spectrain.data.states_writer import StateStoreWriter
+from spectrain.engines import served_capture
+from spectrain.engines.endpoints import EndpointPool
+
+TAPS = (1, 3)
+# The command line with small parts of responses, so that some are there soon.
+SMALL_PARTS = """
+import sys
+import spectrain.stages.generate as stage
+from spectrain.cli import main
+stage._PART_RESPONSES = 2
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 240.0) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "waited in vain"
+        time.sleep(0.02)
+
+
+def test_a_run_in_one_pass_that_is_killed_goes_on(llama_folder: Path, tmp_path: Path) -> None:
+    """States of the killed run are used, those of responses that it did not store are not there twice, and nothing is missing."""
+    for name, numbers in (("train", range(30)), ("heldout", range(30, 34))):
+        turns = [[f"Say {number}."] * (1 + (number % 5 == 0)) for number in numbers]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"turns": turn}) + "\n" for turn in turns))
+    run = tmp_path / "run"
+    arguments = [
+        *("data=jsonl", f"data.train={tmp_path / 'train.jsonl'}", f"data.heldout={tmp_path / 'heldout.jsonl'}"),
+        *(f"target.path={llama_folder}", f"target.max_length={MAX_LENGTH}", "sampling.temperature=0", "sampling.max_new_tokens=60"),
+        *("states.shard_bytes=65536", f"drafter.taps={list(TAPS)}", f"run.dir={run}", "capture.during_generation=true", "engine=vllm"),
+        *("engine.max_num_seqs=2", *(f"engine.environment.{key}='{value}'" for key, value in vllm_environment().items())),
+    ]
+    command = [sys.executable, "-P", "-c", SMALL_PARTS]
+    parts, incoming = run / "responses", run / "states" / ".incoming"
+    process = subprocess.Popen([*command, "generate", *arguments])
+    try:
+        wait_for(lambda: process.poll() is not None or (any(parts.glob("*.parquet")) and any(incoming.glob("*/*.safetensors"))))
+    finally:
+        process.kill()
+    assert process.wait() == -signal.SIGKILL, "it was done before it could be killed"
+    left = {path.stat().st_ino for path in incoming.glob("*/*.safetensors")}
+    before = ResponseStore(parts).keys()
+    assert left and 0 < len(before) < 34
+
+    subprocess.run([*command, "capture", *arguments], check=True, timeout=300)
+    responses = ResponseStore(parts).load()
+    assert len(responses) == 34 and before < {response.key for response in responses}
+    store = StateStore(run / "states")
+    assert len(set(store.keys)) == len(store.keys) == 34
+    bench = Bench(llama_folder, tmp_path, TAPS, vllm_engine())
+    assert_as_transformers(bench, store, responses)
+    assert left & {path.stat().st_ino for path in (run / "states").glob("*.safetensors")}  # the very files
+    assert not incoming.exists()
+
+
+def test_states_that_die_with_one_of_two_servers_are_captured_by_the_other(
+    llama_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = vllm_engine(name="vllm_server", replicas=2, concurrency=2, max_num_seqs=2, self_check="off")
+    bench = Bench(llama_folder, tmp_path, TAPS, engine)
+    responses = responses_of(bench)
+    monkeypatch.setattr(served_capture, "_PATIENCE_S", 4.0)
+    heard: list[int] = []
+
+    def on_tokens(count: int) -> None:
+        heard.append(count)
+        if len(heard) == 5:  # what it has computed so far is in its memory alone, for no shard is full
+            pool = bench.services[0]
+            assert isinstance(pool, EndpointPool) and all(endpoint.answered for endpoint in pool.endpoints)
+            server = pool.endpoints[0].server
+            assert server is not None and server._guard is not None
+            children = Path(f"/proc/{server._guard.pid}/task/{server._guard.pid}/children").read_text().split()
+            os.kill(int(children[0]), signal.SIGKILL)
+
+    with StateStoreWriter(tmp_path / "states", bench.meta()) as writer:
+        bench.capturing.shards(writer, responses, 1 << 24, on_tokens)
+    assert sorted(heard) == sorted(len(response.input_ids) for response in responses)  # progress counts no document twice
+    assert_as_transformers(bench, StateStore(tmp_path / "states"), responses)
+    assert not (tmp_path / "states" / ".incoming").exists()
