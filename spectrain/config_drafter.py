@@ -100,7 +100,7 @@ class DrafterConfig:
     unroll_steps: int = 3  # eagle3: training-time steps K
     attention: str = "auto"  # eager, sdpa, flex; auto: eager on CPU, flex elsewhere
     init: str | None = (
-        None  # regression: solved in closed form on training states (eagle3's default); target: parts of it (block's); random
+        None  # regression: solved in closed form on training states (eagle3's default); target: parts of it (default of the others); random
     )
     train_head: bool = True  # train the lm_head of a reduced vocabulary; false: it keeps the target's rows
     loss: LossConfig = field(default_factory=LossConfig)
@@ -164,7 +164,6 @@ class DrafterConfig:
             idle = [name for name in names if getattr(block, switch) == value and getattr(block, name) != getattr(plain, name)]
             _require(not idle, f"drafter.block.{idle[0] if idle else ''} has no effect with drafter.block.{switch}={value}: leave it out")
         _require(self.layer_type != "llama", f"drafter.layer_type=llama: the layers of {self.method} are qwen3's, with norms on q and k")
-        _require(self.init != "regression", f"drafter.init=regression is for eagle3: set target or random for {self.method}")
         _require(
             self.method == "dspark" or not block.sample_from_anchor,
             f"drafter.block.sample_from_anchor=true: only dspark drafts from the anchor's slot, not {self.method}",

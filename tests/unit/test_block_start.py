@@ -80,7 +80,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"method": "dspark", "block": BlockConfig(confidence=False, confidence_weight=2.0)}, "confidence_weight has no effect"),
     ({"method": "dflash", "layer_type": "llama"}, "layer_type=llama"),
-    ({"method": "dflash", "init": "regression"}, "init=regression"),
     ({"method": "dflash", "block": BlockConfig(sample_from_anchor=True)}, "only dspark drafts from the anchor's slot"),
     ({"method": "dspark", "block": BlockConfig(sliding_window=64, causal=False)}, "causal=false"),
     ({"method": "dflash2", "draft_vocab_size": 100}, "whole vocabulary"),

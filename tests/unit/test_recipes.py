@@ -101,7 +101,7 @@ def test_block_quickstarts(recipe: str) -> None:
     config = compose([f"recipe={recipe}"])
     drafter = config.drafter
     assert (drafter.num_layers, drafter.block.block_size, drafter.most_drafts) == (2, 8, config.decoding.num_speculative_tokens)
-    assert {name: weight for name, weight in drafter.loss.weights.items() if weight} == {"ce": 0.1, "tv": 0.9}
+    assert ({name: weight for name, weight in drafter.loss.weights.items() if weight}, drafter.init) == ({"kl": 1.0}, "regression")
     assert drafter.taps == (2, 9, 16, 23, 30)
     assert config.engine.name == "hf"
 

@@ -181,11 +181,12 @@ def _add(gram: Gram, inputs_RBI: Tensor, blocks: Blocks) -> None:
 @dataclass
 class _Pairs:
     """Which rotary pairs of a head do what: ``fast`` tell distances, ``level`` lift keys of the wanted kind, ``sink`` is where mask slots
-    (and, negative, the other kind) show."""
+    (and, negative, the other kind) show. In the ``spare`` pair keys are 0, so that queries can have one length."""
 
     fast: Tensor
     level: Tensor
     sink: Tensor
+    spare: int
     inv_freq: Tensor
     d: int
 
@@ -193,10 +194,11 @@ class _Pairs:
     def build(cls, drafter: BlockDrafter) -> _Pairs | None:
         inv_freq = drafter.rotary.inv_freq.double().cpu()
         slow = torch.arange(len(inv_freq))[-max(2, len(inv_freq) // 4) :]
-        fast = torch.nonzero(inv_freq[: slow[0]] >= _SLOWEST_FAST)[:, 0]
+        spare = int(slow[0]) - 1
+        fast = torch.nonzero(inv_freq[: max(spare, 0)] >= _SLOWEST_FAST)[:, 0]
         if len(fast) < 2:
             return None
-        return cls(fast, slow[::2], slow[1::2], inv_freq, drafter.shape.layer.head_dim)
+        return cls(fast, slow[::2], slow[1::2], spare, inv_freq, drafter.shape.layer.head_dim)
 
     def closeness(self, distance: float) -> float:
         """Sum of cosines over the fast pairs: falls with the logarithm of the distance."""
@@ -256,8 +258,7 @@ def _set_keys_and_values(drafter: BlockDrafter, layer: BlockLayer, pairs: _Pairs
             queries.append(pairs.query(edge, drafter.shape.block_size - 1 + behind, drafter.shape.block_size - 1))
     q_Nd = torch.stack(queries)
     longest = float(q_Nd.norm(dim=-1).max()) * 1.01
-    spare = int(pairs.fast[0]) + d // 2  # where no key shows anything
-    q_Nd[:, spare] = (longest**2 - q_Nd.square().sum(-1)).sqrt()
+    q_Nd[:, pairs.spare] = (longest**2 - q_Nd.square().sum(-1)).sqrt()
     q_NdH.copy_(q_Nd[:, :, None] / longest * math.sqrt(d) * constant_H)
     if shape.qk_norm:
         attention.q_norm.weight.fill_(longest / math.sqrt(d))
