@@ -51,7 +51,8 @@ class BlockConfig:
     selector_rank: int = 64  # dflash2
     selector_top_k: int = 16  # dflash2: candidates of a slot
     decay: float = 4.0  # slot j weighs exp(-j / decay), j = 0 for the first that drafts
-    d_pace: bool = False  # weigh slots by how often drafting gets so far, instead
+    d_pace: bool = False  # weigh slots by how often drafting gets so far and goes on, instead
+    d_pace_smoothing: float = 0.5  # share of certainty mixed into the acceptance probabilities that d_pace multiplies; 0: none
 
     def __post_init__(self) -> None:
         _require(self.block_size >= 2, f"drafter.block.block_size={self.block_size} must be at least 2")
@@ -65,6 +66,7 @@ class BlockConfig:
         _one_of("drafter.block.markov", self.markov, (None, *MARKOV_KINDS))
         _require(self.confidence_weight >= 0, f"drafter.block.confidence_weight={self.confidence_weight} must be 0 or more")
         _require(self.decay > 0, f"drafter.block.decay={self.decay} must be positive")
+        _require(0 <= self.d_pace_smoothing < 1, f"drafter.block.d_pace_smoothing={self.d_pace_smoothing} must be at least 0 and below 1")
 
 
 # What a method does not have must be left alone: a knob without effect is a misunderstanding.
@@ -72,6 +74,7 @@ _RECURRENT_KNOBS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_o
 # Of block drafters: knobs that say nothing when another one is so.
 _IDLE_KNOBS: tuple[tuple[str, object, tuple[str, ...]], ...] = (
     ("d_pace", True, ("decay",)),
+    ("d_pace", False, ("d_pace_smoothing",)),
     ("markov", "none", ("markov_rank",)),
     ("confidence", False, ("confidence_with_markov", "confidence_detach", "confidence_weight")),
 )
@@ -99,9 +102,7 @@ class DrafterConfig:
     norm_output: bool = False  # eagle3: feed back the normed output instead of the residual stream
     unroll_steps: int = 3  # eagle3: training-time steps K
     attention: str = "auto"  # eager, sdpa, flex; auto: eager on CPU, flex elsewhere
-    init: str | None = (
-        None  # regression: solved in closed form on training states (eagle3's default); target: parts of it (default of the others); random
-    )
+    init: str = "regression"  # solved in closed form on training states; target: copies parts of it alone; random
     train_head: bool = True  # train the lm_head of a reduced vocabulary; false: it keeps the target's rows
     loss: LossConfig = field(default_factory=LossConfig)
     block: BlockConfig = field(default_factory=BlockConfig)
@@ -109,11 +110,6 @@ class DrafterConfig:
     @property
     def is_block(self) -> bool:
         return self.method in BLOCK_METHODS
-
-    @property
-    def start(self) -> str:
-        """How a fresh drafter starts: ``init``, or the method's own way."""
-        return self.init or ("target" if self.is_block else "regression")
 
     @property
     def samples_from_anchor(self) -> bool:
@@ -128,7 +124,7 @@ class DrafterConfig:
     def __post_init__(self) -> None:
         _one_of("drafter.method", self.method, METHODS)
         _one_of("drafter.layer_type", self.layer_type, (None, "llama", "qwen3"))
-        _one_of("drafter.init", self.init, (None, "regression", "target", "random"))
+        _one_of("drafter.init", self.init, ("regression", "target", "random"))
         _one_of("drafter.attention", self.attention, ("auto", "eager", "sdpa", "flex"))
         if self.taps is not None:
             _require(len(self.taps) > 0, "drafter.taps is empty: name at least one layer")

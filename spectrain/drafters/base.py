@@ -7,7 +7,7 @@ leaves no trace.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,6 +23,9 @@ from spectrain.drafters.layers import LayerShape
 from spectrain.drafters.layouts import Copies
 from spectrain.drafters.losses import LossSums, Teacher
 from spectrain.target.head import TargetHead
+
+Batches = Callable[[], Iterable[PackedBatch]]  # the same ones at every call
+Advance = Callable[[float], None]  # told about every percent of some work
 
 
 @dataclass
@@ -151,6 +154,10 @@ class Drafter(nn.Module, ABC):
     @abstractmethod
     def train_losses(self, batch: PackedBatch) -> LossSums:
         """Loss sums and counts of a packed batch."""
+
+    @abstractmethod
+    def start(self, batches: Batches, advance: Advance = lambda percent: None) -> int:
+        """Solve for a start in closed form on training documents; returns the places of the text used, 0 if it cannot be solved."""
 
     @abstractmethod
     def score(self, batch: PackedBatch, num_tokens: int, law: Law, draft_law: Law) -> DraftScores:

@@ -115,7 +115,7 @@ def build_drafter(
     else:
         drafter = BlockDrafter(shape, vocab, config.block, config.loss, config.attention)  # type: ignore[arg-type]
     _initialise(drafter, seed)
-    if config.start != "random":
+    if config.init != "random":
         _copy_head(drafter, head)
         if isinstance(drafter, BlockDrafter):
             copy_from_target(drafter, spec, head, target_folder)

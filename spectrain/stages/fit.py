@@ -16,9 +16,8 @@ from spectrain.console import ProgressBar, say
 from spectrain.data.packing import PackedBatch, pack_batch, pack_rows, truncated_tokens
 from spectrain.data.states import StateStore
 from spectrain.data.vocab import DraftVocab, build_vocab
-from spectrain.drafters.block.drafter import BlockDrafter
+from spectrain.drafters.base import Drafter
 from spectrain.drafters.folder import CONFIG, WEIGHTS, weights_digest
-from spectrain.drafters.recurrent.drafter import Eagle3
 from spectrain.run_dir import Decision, Inputs
 from spectrain.stages import capture
 from spectrain.stages.context import Context
@@ -45,7 +44,6 @@ def _inputs(context: Context) -> dict[str, Any]:
     config = context.config
     keys = {**flatten(config.drafter, "drafter."), **flatten(config.trainer, "trainer."), **flatten(config.decoding, "decoding.")}
     kept = {key: value for key, value in keys.items() if key not in _NO_INPUTS and not key.startswith("decoding.ngram")}
-    kept["drafter.init"] = config.drafter.start
     if not config.drafter.is_block:
         kept = {key: value for key, value in kept.items() if not key.startswith("drafter.block.")}
     if config.drafter.path is not None:
@@ -86,7 +84,7 @@ def _train(context: Context, store: StateStore, train: list[int], heldout: list[
         vocab = build_vocab(_tokens(store, train), size, context.spec.vocab_size, expected_V)
         mask = _mask_token(config.drafter, store, train, head)
         drafter = build_drafter(config.drafter, context.spec, vocab, head, context.target.folder, config.trainer.seed, mask)
-        if isinstance(drafter, Eagle3 | BlockDrafter) and config.drafter.start == "regression":
+        if config.drafter.init == "regression":
             _start(drafter, store, train)
     coverage = _coverage(store, heldout, vocab)
     say(f"fit: {len(train)} documents, draft vocabulary of {len(vocab.ids_D):,} covers {coverage:.2%} of the held-out generated tokens")
@@ -118,14 +116,15 @@ def _train(context: Context, store: StateStore, train: list[int], heldout: list[
     }
 
 
-def _start(drafter: Eagle3 | BlockDrafter, store: StateStore, train: list[int]) -> None:
+def _start(drafter: Drafter, store: StateStore, train: list[int]) -> None:
     """Solve for the drafter's start on training documents. Cheap beside training, and the same on every rank and after every resume."""
 
     def batches() -> Iterator[PackedBatch]:
         for row in pack_rows([int(store.lengths[number]) for number in train], START_ROW_TOKENS, seed=0, epoch=0):
             yield pack_batch([store[train[index]] for index in row])
 
-    places = drafter.start(batches)
+    with ProgressBar("start", total=100, unit="%") as bar:
+        places = drafter.start(batches, bar.advance)
     alone = "cannot be solved for with these states (too few?), so the drafter starts from parts of the target alone"
     note = f"solved at {places:,} places of the text" if places else alone
     say(f"fit: closed-form start {note}")

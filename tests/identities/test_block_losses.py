@@ -73,7 +73,8 @@ def one_block(
         token, law = document.ids[a + 1 + k], laws[a + k]  # draft k predicts x_{a+1+k}, as the target does at position a + k
         weight = math.exp(-k / block.decay)
         if block.d_pace:
-            weight = sum(math.prod(float(o.detach()) for o in overlaps[: i + 1]) for i in range(k, counted))
+            smooth = [(1 - block.d_pace_smoothing) * float(o.detach()) + block.d_pace_smoothing for o in overlaps]
+            weight = sum(math.prod(smooth[: i + 1]) for i in range(k, counted))
         log_law = draft.log_law[k]
         ids = [v for v in range(len(law)) if log_law[v] > -torch.inf]
         terms = loss_terms(log_law[ids], ids, law, token)
@@ -169,15 +170,16 @@ def test_confidence_loss_is_least_where_the_head_says_the_chance_of_acceptance()
     assert found[1] < min(found[0], found[2])
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.3])
 @pytest.mark.parametrize("options", KINDS, ids=lambda options: options.name)
-def test_d_pace_weighs_slots_by_what_they_add_to_the_expected_length(options: BlockOptions) -> None:
-    assert_equals_brute_force(with_loss(options, EVERY_LOSS, d_pace=True), masks=("0011111", "0111011111"))
+def test_d_pace_weighs_slots_by_what_they_add_to_the_expected_length(options: BlockOptions, smoothing: float) -> None:
+    assert_equals_brute_force(with_loss(options, EVERY_LOSS, d_pace=True, d_pace_smoothing=smoothing), masks=("0011111", "0111011111"))
 
 
 def test_d_pace_keeps_a_slot_that_is_never_reached() -> None:
     """Its weight is less than any float32, but it counts in the statistics."""
     counted = training.Counted(torch.zeros(8, dtype=torch.long), torch.arange(8), torch.arange(8), [1] * 8)
-    weight_S = training._d_pace(torch.full((8,), 1e-6), counted, (1, 8))
+    weight_S = training._d_pace(torch.full((8,), 1e-6), 0.0, counted, (1, 8))
     assert weight_S[0] == pytest.approx(1e-6, rel=1e-4) and bool((weight_S > 0).all())
 
 

@@ -51,6 +51,7 @@ def test_the_target_speaks_in_periods(target: tuple[TargetModel, Path]) -> None:
         (
             {
                 "method": "dflash",
+                "init": "target",
                 "num_layers": 2,
                 "block": BlockConfig(block_size=N + 1, anchors=160),
                 "draft_vocab_size": 21,
@@ -59,11 +60,16 @@ def test_the_target_speaks_in_periods(target: tuple[TargetModel, Path]) -> None:
             {"learning_rate": 3e-3},
         ),
         (
-            {"method": "dspark", "num_layers": 2, "block": BlockConfig(block_size=N, anchors=160, markov_rank=8, sliding_window=20)},
+            {
+                "method": "dspark",
+                "init": "target",
+                "num_layers": 2,
+                "block": BlockConfig(block_size=N, anchors=160, markov_rank=8, sliding_window=20),
+            },
             {"learning_rate": 3e-3},
         ),
         (
-            {"method": "dflash2", "block": BlockConfig(block_size=N + 1, anchors=60, selector_rank=8, selector_top_k=4)},
+            {"method": "dflash2", "init": "target", "block": BlockConfig(block_size=N + 1, anchors=60, selector_rank=8, selector_top_k=4)},
             {"learning_rate": 3e-3},
         ),
     ],

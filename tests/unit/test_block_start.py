@@ -74,6 +74,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"method": "dspark", "block": BlockConfig(conv_kernel_size=2)}, r"drafter\.block\.conv_kernel_size is dflash2's"),
     ({"method": "dflash", "loss": LossConfig(step_decay=0.5)}, r"drafter\.loss\.step_decay is a recurrent drafter's"),
     ({"method": "dflash", "block": BlockConfig(d_pace=True, decay=2.0)}, r"block\.decay has no effect with drafter\.block\.d_pace=True"),
+    ({"method": "dflash", "block": BlockConfig(d_pace_smoothing=0.1)}, r"d_pace_smoothing has no effect with drafter\.block\.d_pace=False"),
     (
         {"method": "dspark", "block": BlockConfig(markov="none", markov_rank=8)},
         r"markov_rank has no effect with drafter\.block\.markov=none",

@@ -9,9 +9,10 @@ from spectrain.data.packing import PackedBatch, pack_batch
 from spectrain.data.states import TargetStates
 from spectrain.data.vocab import full_vocab
 from spectrain.drafters.layers import LayerShape
+from spectrain.drafters.least_squares import unit
 from spectrain.drafters.recurrent.drafter import Eagle3
 from spectrain.drafters.recurrent.eagle3 import Eagle3Shape
-from spectrain.drafters.recurrent.regression import _own_column_heads, _unit
+from spectrain.drafters.recurrent.regression import _own_column_heads
 from spectrain.drafters.recurrent.unroll import Columns, unroll
 from spectrain.target.families import FAMILIES, HeadMath
 from spectrain.target.head import TargetHead
@@ -112,5 +113,5 @@ def test_what_cannot_be_solved_leaves_the_drafter_as_it_was(documents: int, mean
 
 def test_scale_of_the_states_does_not_matter() -> None:
     x = torch.randn(5, HIDDEN)
-    torch.testing.assert_close(_unit(1000 * x), _unit(x), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(_unit(x).square().mean(-1), torch.ones(5), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(unit(1000 * x), unit(x), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(unit(x).square().mean(-1), torch.ones(5), rtol=1e-4, atol=1e-4)

@@ -8,7 +8,7 @@ Legend: B rows, n drafts, T tokens, A taps, H hidden, D draft vocabulary, V targ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,7 @@ from spectrain.data.packing import PackedBatch
 from spectrain.data.vocab import DraftVocab
 from spectrain.decoding.proposers import Proposal
 from spectrain.decoding.verify import Law, sample, truncated_log_probs
-from spectrain.drafters.base import Drafter, DraftScores
+from spectrain.drafters.base import Advance, Batches, Drafter, DraftScores
 from spectrain.drafters.block import decode
 from spectrain.drafters.block.backbone import BlockBody
 from spectrain.drafters.block.shape import BlockShape
@@ -68,11 +68,10 @@ class BlockDrafter(Drafter):
     def loss_terms(self) -> list[str]:
         return [*super().loss_terms, *(["confidence"] if self.shape.confidence else [])]
 
-    def start(self, batches: Callable[[], Iterable[PackedBatch]]) -> int:
-        """Solve for a start in closed form on training documents; returns the blocks used, 0 if it cannot be solved."""
+    def start(self, batches: Batches, advance: Advance = lambda percent: None) -> int:
         from spectrain.drafters.block.regression import start_by_regression
 
-        return start_by_regression(self, batches)
+        return start_by_regression(self, batches, advance)
 
     def train_losses(self, batch: PackedBatch) -> LossSums:
         from spectrain.drafters.block.training import block_losses

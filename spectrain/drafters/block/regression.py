@@ -28,8 +28,10 @@ import torch
 from torch import Tensor
 
 from spectrain.data.packing import PackedBatch
+from spectrain.drafters.base import Advance, Batches
 from spectrain.drafters.block.anchors import all_anchors, tokens_ahead
 from spectrain.drafters.block.geometry import BlockLayout, block_attention
+from spectrain.drafters.least_squares import RIDGE, Gram, unit
 
 if TYPE_CHECKING:
     from spectrain.drafters.block.backbone import BlockLayer
@@ -38,30 +40,13 @@ if TYPE_CHECKING:
 ANCHORS_PER_DIM = 16
 ANCHORS_LEAST_PER_DIM = 2
 _LARGEST_STRIDE = 4
-_RIDGE = 3e-3  # of the mean diagonal of the Gram matrix
+_SAMPLE_BYTES = 8 << 30
 _SOLVED_LAYERS = 2
+_PASSES = 4  # over the sample, a layer
 _CODED_DRAFTS = 3  # drafts whose states choose the codes
 _LEAD = 4.0  # score of the last context token over the one before, at the first mask slot
 _SINK = 5.0  # score of a mask slot; of the other kind: minus this
 _SLOWEST_FAST = 0.02  # radians a token
-
-
-class Gram:
-    """Sums of a least-squares problem, XᵀX and XᵀY, in float64."""
-
-    def __init__(self) -> None:
-        self.xx: Tensor | float = 0.0
-        self.xy: Tensor | float = 0.0
-
-    def add(self, x_SI: Tensor, y_SO: Tensor) -> None:
-        self.xx = self.xx + (x_SI.T @ x_SI).double()
-        self.xy = self.xy + (x_SI.T @ y_SO).double()
-
-    def solve(self, ridge: float = _RIDGE) -> Tensor:
-        """Ridge solution [I, O]."""
-        assert isinstance(self.xx, Tensor) and isinstance(self.xy, Tensor)
-        eye = torch.eye(len(self.xx), dtype=self.xx.dtype, device=self.xx.device)
-        return torch.linalg.solve(self.xx + ridge * self.xx.diagonal().mean() * eye, self.xy)
 
 
 @dataclass
@@ -105,23 +90,19 @@ class Blocks:
         return block_attention(attention.queries(x_RBH, self.cos_sin_RB), *kv_RB, *kv_T, self.layout, backend)
 
 
-def unit(x: Tensor) -> Tensor:
-    """Divided by its root mean square."""
-    x = x.float()
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
-
-
 @torch.no_grad()
-def start_by_regression(drafter: BlockDrafter, batches: Callable[[], Iterable[PackedBatch]]) -> int:
+def start_by_regression(drafter: BlockDrafter, batches: Batches, advance: Advance) -> int:
     """Set attention and MLP outputs of the first layers from training documents; returns the number of blocks used, 0 if nothing was set.
 
     Nothing is set with a single key-value head in all, heads too small to hold fast and slow rotary pairs, or fewer blocks than unknowns.
-    ``batches`` is called twice. Holds up to ``ANCHORS_PER_DIM``·H blocks in float32, three times [R, B, H].
+    ``batches`` is called twice; ``advance`` is told about every percent of the work. Holds up to ``ANCHORS_PER_DIM``·H blocks in float32,
+    three times [R, B, H], or as many as there is room for in ``_SAMPLE_BYTES``.
     """
     shape = drafter.shape
     hidden, pairs = shape.layer.hidden_size, _Pairs.build(drafter)
     total = sum(len(all_anchors(batch)) for batch in batches())
-    if pairs is None or shape.layer.num_key_value_heads * shape.num_layers < 2 or total < ANCHORS_LEAST_PER_DIM * hidden:
+    most = min(ANCHORS_PER_DIM * hidden, _SAMPLE_BYTES // (3 * 4 * shape.block_size * hidden))
+    if pairs is None or shape.layer.num_key_value_heads * shape.num_layers < 2 or min(total, most) < ANCHORS_LEAST_PER_DIM * hidden:
         return 0
     body = drafter.body
     body.fc.weight.zero_()
@@ -131,9 +112,17 @@ def start_by_regression(drafter: BlockDrafter, batches: Callable[[], Iterable[Pa
     for layer in body.layers:
         layer.self_attn.o_proj.weight.zero_()
         layer.mlp.down_proj.weight.zero_()
-    sample = list(_sample(drafter, batches(), ANCHORS_PER_DIM * hidden, total))
-    for layer in body.layers[:_SOLVED_LAYERS]:
-        _solve(drafter, layer, pairs, sample)
+    sample = list(_sample(drafter, batches(), most, total))
+    solved = body.layers[:_SOLVED_LAYERS]
+
+    def passed() -> Iterator[Blocks]:
+        """The sample, in one of the passes over it."""
+        for blocks in sample:
+            yield blocks
+            advance(100 / (_PASSES * len(solved) * len(sample)))
+
+    for layer in solved:
+        _solve(drafter, layer, pairs, passed)
     return sum(len(blocks.anchor_R) for blocks in sample)
 
 
@@ -153,21 +142,21 @@ def _sample(drafter: BlockDrafter, batches: Iterable[PackedBatch], most: int, to
             return
 
 
-def _solve(drafter: BlockDrafter, layer: BlockLayer, pairs: _Pairs, sample: list[Blocks]) -> None:
+def _solve(drafter: BlockDrafter, layer: BlockLayer, pairs: _Pairs, sample: Callable[[], Iterator[Blocks]]) -> None:
     """One layer, and the sample's residual streams behind it."""
     layer.input_layernorm.weight.fill_(1.0)
-    _set_keys_and_values(drafter, layer, pairs, _Kinds(drafter, layer, sample))
+    _set_keys_and_values(drafter, layer, pairs, _Kinds(drafter, layer, sample()))
     outputs, heads = Gram(), []
-    for blocks in sample:
+    for blocks in sample():
         heads.append(blocks.heads(drafter, layer))
         _add(outputs, heads[-1].flatten(2), blocks)
     layer.self_attn.o_proj.weight.copy_(outputs.solve().T)
     units = Gram()
-    for blocks, heads_RBNd in zip(sample, heads, strict=True):
+    for blocks, heads_RBNd in zip(sample(), heads, strict=True):
         blocks.x_RBH = blocks.x_RBH + layer.self_attn.output(heads_RBNd)
         _add(units, layer.mlp.hidden(layer.post_attention_layernorm(blocks.x_RBH)), blocks)
     layer.mlp.down_proj.weight.copy_(units.solve().T)
-    for blocks in sample:
+    for blocks in sample():
         blocks.x_RBH = blocks.x_RBH + layer.mlp(layer.post_attention_layernorm(blocks.x_RBH))
 
 
@@ -268,7 +257,7 @@ def _set_keys_and_values(drafter: BlockDrafter, layer: BlockLayer, pairs: _Pairs
 class _Kinds:
     """Second moments of what a layer's projections read: at anchors, at mask slots and in the context."""
 
-    def __init__(self, drafter: BlockDrafter, layer: BlockLayer, sample: list[Blocks]) -> None:
+    def __init__(self, drafter: BlockDrafter, layer: BlockLayer, sample: Iterable[Blocks]) -> None:
         self.xx: dict[str, Tensor] = {}
         self.mean: dict[str, Tensor] = {}
         self.state = Gram()
@@ -307,7 +296,7 @@ class _Kinds:
         result = {}
         for kind, part, rank in (("anchor", slice(hidden), of_anchor), ("context", slice(hidden, 2 * hidden), of_context)):
             own = xx[part, part] / self.count
-            values, vectors = torch.linalg.eigh(own + _RIDGE * own.diagonal().mean() * torch.eye(hidden, dtype=own.dtype))
+            values, vectors = torch.linalg.eigh(own + RIDGE * own.diagonal().mean() * torch.eye(hidden, dtype=own.dtype))
             root, inverse = (vectors * values.sqrt()) @ vectors.T, (vectors * values.rsqrt()) @ vectors.T
             fitted = root @ solution_IO[part]
             _, left = torch.linalg.eigh(fitted @ fitted.T)

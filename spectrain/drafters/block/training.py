@@ -8,8 +8,10 @@ Losses: those of ``loss_terms.py`` for the law a slot drafts from. With a select
 which decide who is a candidate, are trained by the same terms beside it, with the same weight. The confidence head learns 1 − TV(p, q), the
 probability that its slot is accepted at temperature 1, by cross-entropy.
 
-Slots weigh exp(−k / decay) (DFlash), or what D-PACE (arXiv:2605.18810) says: Σ_{i ≥ k} Π_{l ≤ i} a_l with a the slots' acceptance
-probabilities, which is the derivative of the expected number of accepted drafts by log a_k.
+Slots weigh exp(−k / decay) (DFlash), or as D-PACE (arXiv:2605.18810, eq. 7 and 8) has it: Σ_{i ≥ k} Π_{l ≤ i} s_l, where s = (1 − α) a + α
+is smoothed certainty. Without smoothing that is the derivative of the expected number of accepted drafts by log a_k; with it, slots that
+are hardly ever reached yet are learnt, too. The paper's a is the drafter's probability of the text's token, and its loss cross-entropy;
+ours is the slot's acceptance probability 1 − TV, so that any loss can be weighed. Weights are relative: the mean divides by their sum.
 
 Legend: T tokens, R blocks, B slots of a block, J drafts of a block, S counted (block, draft) pairs, U teacher positions, H hidden, r rank
 of the Markov head, N candidates.
@@ -103,7 +105,7 @@ def block_losses(drafter: BlockDrafter, batch: PackedBatch) -> LossSums:
     if options.d_pace:
         with torch.no_grad():
             overlap_S = _law_losses(drafter, batch, counted, students, prev_S)[1]
-        students = replace(students, weight_S=_d_pace(overlap_S, counted, hidden_RJH.shape[:2]))
+        students = replace(students, weight_S=_d_pace(overlap_S, options.d_pace_smoothing, counted, hidden_RJH.shape[:2]))
     sums, overlap_S = _law_losses(drafter, batch, counted, students, prev_S)
     return _with_confidence(drafter, sums, students, prev_S, overlap_S)
 
@@ -176,8 +178,8 @@ def _with_confidence(drafter: BlockDrafter, sums: LossSums, students: Students, 
     return sums
 
 
-def _d_pace(overlap_S: Tensor, counted: Counted, shape_RJ: Sequence[int]) -> Tensor:
-    """Weights [S]: Σ_{i ≥ k} Π_{l ≤ i} a_l over the counted drafts of the block. Never 0: that would say that a draft is not there."""
-    accept_RJ = overlap_S.new_zeros(*shape_RJ).index_put_((counted.block_S, counted.place_S), overlap_S)
-    survival_RJ = accept_RJ.cumprod(-1)
+def _d_pace(overlap_S: Tensor, smoothing: float, counted: Counted, shape_RJ: Sequence[int]) -> Tensor:
+    """Weights [S]: Σ_{i ≥ k} Π_{l ≤ i} s_l over the counted drafts of the block. Never 0: that would say that a draft is not there."""
+    smooth_RJ = overlap_S.new_zeros(*shape_RJ).index_put_((counted.block_S, counted.place_S), (1 - smoothing) * overlap_S + smoothing)
+    survival_RJ = smooth_RJ.cumprod(-1)
     return counted.rows(survival_RJ.flip(-1).cumsum(-1).flip(-1)).clamp(min=torch.finfo(overlap_S.dtype).tiny)

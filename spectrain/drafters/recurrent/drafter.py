@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from spectrain.data.packing import PackedBatch
 from spectrain.data.vocab import DraftVocab
 from spectrain.decoding.proposers import Proposal
 from spectrain.decoding.verify import Law, sample, truncated_log_probs
-from spectrain.drafters.base import Drafter, DraftScores
+from spectrain.drafters.base import Advance, Batches, Drafter, DraftScores
 from spectrain.drafters.kv_cache import draft_uniforms
 from spectrain.drafters.layers import Rotary
 from spectrain.drafters.losses import LossSums, draft_loss
@@ -44,9 +44,8 @@ class Eagle3(Drafter):
     def training_steps(self) -> int:
         return self.steps
 
-    def start(self, batches: Callable[[], Iterable[PackedBatch]]) -> int:
-        """Solve for a start in closed form on training documents; returns the columns used, 0 if there were too few."""
-        return start_by_regression(self.body, self.head, batches, self.steps, self.loss.step_decay)
+    def start(self, batches: Batches, advance: Advance = lambda percent: None) -> int:
+        return start_by_regression(self.body, self.head, batches, self.steps, self.loss.step_decay, advance)
 
     def train_losses(self, batch: PackedBatch) -> LossSums:
         columns = Columns.build(batch, self.steps)

@@ -22,55 +22,40 @@ units).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from spectrain.data.packing import PackedBatch
+from spectrain.drafters.base import Advance, Batches
+from spectrain.drafters.least_squares import Gram, unit
 from spectrain.drafters.recurrent.eagle3 import Eagle3Body
 from spectrain.drafters.recurrent.unroll import Columns
 from spectrain.target.head import TargetHead
 
 MAX_COLUMNS_PER_DIM = 64
-_RIDGE = 3e-3  # of the mean diagonal of the Gram matrix
+_PASSES = 4  # over the text
 _FAST_PAIRS = 4
 _LEAST_CONSTANT = 0.9  # mean of w·x below which no head could be made to look at its own column
 _SHARPNESS = 5.0  # lead of the own column's score over its neighbour's
 
 
-class _Gram:
-    """Sums of a least-squares problem, XᵀX and XᵀY, in float64."""
-
-    def __init__(self) -> None:
-        self.xx: Tensor | float = 0.0
-        self.xy: Tensor | float = 0.0
-
-    def add(self, x_PI: Tensor, y_PO: Tensor) -> None:
-        self.xx = self.xx + (x_PI.T @ x_PI).double()
-        self.xy = self.xy + (x_PI.T @ y_PO).double()
-
-    def solve(self) -> Tensor:
-        """Ridge solution [I, O]."""
-        assert isinstance(self.xx, Tensor) and isinstance(self.xy, Tensor)
-        ridge = _RIDGE * self.xx.diagonal().mean() * torch.eye(len(self.xx), dtype=self.xx.dtype, device=self.xx.device)
-        return torch.linalg.solve(self.xx + ridge, self.xy)
-
-
 @torch.no_grad()
-def start_by_regression(body: Eagle3Body, head: TargetHead, batches: Callable[[], Iterable[PackedBatch]], steps: int, decay: float) -> int:
+def start_by_regression(body: Eagle3Body, head: TargetHead, batches: Batches, steps: int, decay: float, advance: Advance) -> int:
     """Set fc, the first layer's attention and its MLP's output from training documents; returns the number of columns used.
 
-    ``batches`` is called four times. ``steps`` and ``decay`` weigh the MLP's regression as training will. With fewer columns than
-    unknowns, or where no direction of the inputs is nearly constant, nothing is set and 0 is returned.
+    ``batches`` is called four times; ``advance`` is told about every percent of the work. ``steps`` and ``decay`` weigh the MLP's
+    regression as training will. With fewer columns than unknowns, or where no direction of the inputs is nearly constant, nothing is set
+    and 0 is returned.
     """
     layer = body.layers[0]
     width = layer.self_attn.q_proj.in_features
     most = MAX_COLUMNS_PER_DIM * width
-    fuse, used = _Gram(), 0
-    for batch, columns in _limited(batches(), most):
+    fuse, used = Gram(), 0
+    for batch, columns in _limited(batches(), most, advance):
         t_P = columns.query_M
-        y_PH = _unit(batch.last_hidden_TH[t_P])
+        y_PH = unit(batch.last_hidden_TH[t_P])
         fuse.add(_tap_inputs(body, batch.taps_TAH[t_P]), body.feed_back(y_PH, body.norm(y_PH)))
         used += len(t_P)
     if used < width:
@@ -78,11 +63,11 @@ def start_by_regression(body: Eagle3Body, head: TargetHead, batches: Callable[[]
     fc_before = body.fc.weight.clone()
     body.fc.weight.copy_(fuse.solve().T)
 
-    change = _Gram()
-    for batch, columns in _limited(batches(), most):
+    change = Gram()
+    for batch, columns in _limited(batches(), most, advance):
         t_P = columns.query_M
         residual_PH, x_PI = _column_input(body, head, batch, t_P, body.fuse(batch.taps_TAH[t_P]), 0)
-        change.add(x_PI, torch.cat([_unit(batch.last_hidden_TH[t_P + 1]) - residual_PH, torch.ones_like(residual_PH[:, :1])], dim=1))
+        change.add(x_PI, torch.cat([unit(batch.last_hidden_TH[t_P + 1]) - residual_PH, torch.ones_like(residual_PH[:, :1])], dim=1))
     solution_IO = change.solve()
     assert isinstance(change.xy, Tensor)
     if float(change.xy[:, -1] @ solution_IO[:, -1]) < _LEAST_CONSTANT * used:
@@ -95,14 +80,14 @@ def start_by_regression(body: Eagle3Body, head: TargetHead, batches: Callable[[]
         later.self_attn.o_proj.weight.zero_()
         later.mlp.down_proj.weight.zero_()
     for _ in range(2):
-        mlp = _Gram()
-        for batch, columns in _limited(batches(), most, steps):
+        mlp = Gram()
+        for batch, columns in _limited(batches(), most, advance, steps):
             _add_mlp_columns(mlp, body, head, batch, columns, decay)
         layer.mlp.down_proj.weight.copy_(mlp.solve().T)
     return used
 
 
-def _add_mlp_columns(mlp: _Gram, body: Eagle3Body, head: TargetHead, batch: PackedBatch, columns: Columns, decay: float) -> None:
+def _add_mlp_columns(mlp: Gram, body: Eagle3Body, head: TargetHead, batch: PackedBatch, columns: Columns, decay: float) -> None:
     """Hidden units of the MLP and what its output should be, at every step of the counted columns, in the drafter's own chain."""
     layer = body.layers[0]
     feature_MH = body.fuse(batch.taps_TAH[columns.query_M])
@@ -112,7 +97,7 @@ def _add_mlp_columns(mlp: _Gram, body: Eagle3Body, head: TargetHead, batch: Pack
         middle_PH = residual_PH + layer.self_attn.output(_own_column_heads(body, x_PI))
         units_PU = layer.mlp.hidden(layer.post_attention_layernorm(middle_PH))
         weight = math.sqrt(decay**step)
-        mlp.add(weight * units_PU, weight * (_unit(batch.last_hidden_TH[t_P + 1 + step]) - middle_PH))
+        mlp.add(weight * units_PU, weight * (unit(batch.last_hidden_TH[t_P + 1 + step]) - middle_PH))
         out_PH = middle_PH + layer.mlp.down_proj(units_PU)
         feature_MH = feature_MH.clone()
         feature_MH[valid_M] = body.feed_back(out_PH, body.norm(out_PH))
@@ -134,27 +119,24 @@ def _own_column_heads(body: Eagle3Body, x_PI: Tensor) -> Tensor:
     return heads_PGRd.flatten(1, 2)
 
 
-def _limited(batches: Iterable[PackedBatch], most: int, steps: int = 1) -> Iterable[tuple[PackedBatch, Columns]]:
-    """Batches with their counted columns, until ``most`` columns have been seen."""
+def _limited(batches: Iterable[PackedBatch], most: int, advance: Advance, steps: int = 1) -> Iterable[tuple[PackedBatch, Columns]]:
+    """Batches with their counted columns, until ``most`` columns have been seen: one of the passes over the text."""
     seen = 0
     for batch in batches:
         columns = Columns.build(batch, steps)
         if len(columns.query_M):
             yield batch, columns
-        seen += len(columns.query_M)
+        new = min(len(columns.query_M), most - seen)
+        seen += new
+        advance(100 / _PASSES * new / most)
         if seen >= most:
             return
+    advance(100 / _PASSES * (1 - seen / most))
 
 
 def _tap_inputs(body: Eagle3Body, taps_PAH: Tensor) -> Tensor:
     """What fc reads."""
     return body.normed_taps(taps_PAH.to(body.fc.weight.dtype)).flatten(-2)
-
-
-def _unit(x: Tensor) -> Tensor:
-    """Divided by its root mean square."""
-    x = x.float()
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
 
 
 def _set_attention(body: Eagle3Body, map_IH: Tensor, constant_I: Tensor, xx: Tensor | float) -> None:
