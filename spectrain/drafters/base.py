@@ -25,7 +25,7 @@ from spectrain.drafters.losses import LossSums, Teacher
 from spectrain.target.head import TargetHead
 
 Batches = Callable[[], Iterable[PackedBatch]]  # the same ones at every call
-Advance = Callable[[float], None]  # told about every percent of some work
+Advance = Callable[[float], None]  # told how much more of some work is done
 
 
 @dataclass
@@ -99,6 +99,11 @@ class Drafter(nn.Module, ABC):
     @property
     def length_matters(self) -> bool:
         """Whether the first drafts of a round depend on how many are asked for."""
+        return False
+
+    @property
+    def has_confidence(self) -> bool:
+        """Whether it says of each draft how likely that is to stand."""
         return False
 
     @property

@@ -23,7 +23,7 @@ from spectrain.drafters.block import layout as block_layout
 from spectrain.drafters.layouts import Copies, standard_config, standard_tensors
 from spectrain.drafters.recurrent import layout as recurrent_layout
 from spectrain.errors import InputError
-from spectrain.files import recover_folder, replace_folder
+from spectrain.files import recover_folder, replace_folder, write_atomically
 from spectrain.run_dir import file_digest
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
@@ -79,6 +79,13 @@ def save_drafter(
         (into / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
     replace_folder(folder, fill)
+
+
+def note_facts(folder: Path, facts: dict[str, Any]) -> None:
+    """Record more under ``spectrain`` in a folder that is there, in one step; its weights stay as they are."""
+    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    config["spectrain"] = {**config.get("spectrain", {}), **facts}
+    write_atomically(folder / CONFIG, json.dumps(config, indent=2) + "\n")
 
 
 def read_shape(folder: str | Path, usual_taps: Sequence[int] | None = None) -> DrafterShape:

@@ -25,12 +25,13 @@ from spectrain.config import SpectrainConfig
 from spectrain.console import ProgressBar, say
 from spectrain.data.packing import Draw, pack_batch
 from spectrain.data.states import StateStore
-from spectrain.decoding.confidence import Calibration, fit_calibration
+from spectrain.decoding.confidence import Calibration
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.folder import save_drafter
 from spectrain.drafters.losses import LossSums
 from spectrain.errors import RunError
 from spectrain.files import write_atomically
+from spectrain.training.calibrate import calibrate_folder
 from spectrain.training.checkpoint import load_checkpoint, save_checkpoint
 from spectrain.training.confidence_eval import error_per_position
 from spectrain.training.optim import build_optimizers, lr_factor, set_learning_rates
@@ -94,7 +95,7 @@ class Trainer:
         """``folder_facts`` are keyword arguments of ``save_drafter``: target, target_architectures and recorded facts."""
         self.config, self.paths, self.store, self.eos_ids, self.folder_facts = config, paths, store, eos_ids, folder_facts
         options = config.trainer
-        self.train, self.heldout = list(train), list(heldout)[: options.eval_documents]
+        self.train, self.heldout, self.all_heldout = list(train), list(heldout)[: options.eval_documents], list(heldout)
         if not self.train:
             raise RunError("there are no training documents with generated tokens: run `spectrain generate` and `spectrain capture` first")
         self.accelerator = accelerator or Accelerator(
@@ -104,6 +105,7 @@ class Trainer:
         )
         device = self.accelerator.device
         self.drafter = drafter.to(device)
+        self.drafter.temperatures = ()  # those of a drafter that training goes on from are not its own
         self.drafter.attach(drafter.head.to(device))  # again: what was gathered from the head must follow it
         self.optimizers = build_optimizers(self.drafter, options)
         self.model = self.accelerator.prepare_model(self.drafter)
@@ -119,9 +121,9 @@ class Trainer:
         started = time.monotonic()
         first, total = self._resume(), self.sampler.total_steps
         self._start_trackers()
-        if first == 0:
-            self._evaluate(0)
         with ProgressBar("fit", total=total, unit="steps", done=first) as bar:
+            if first == 0:
+                self._evaluate(0, bar)
             for step in range(first, total):
                 sums, seconds = self._step(step)
                 self.last_loss = sums.loss / sums.weight
@@ -129,11 +131,12 @@ class Trainer:
                 if done % self.config.trainer.log_every_steps == 0 or done == total:
                     self._log(done, self._step_metrics(step, sums, seconds))
                 if done % self.eval_every == 0 or done == total:
-                    self._evaluate(done)
+                    self._evaluate(done, bar)
                 if done % self.checkpoint_every == 0 or done == total:
                     self._checkpoint(done)
                 best = self.best["acceptance_length"]
                 bar.advance(1, note=f"loss {self.last_loss:.3f}" + (f"  walk τ {best:.3f}" if best > 0 else ""))
+        self._calibrate(total)
         if self.config.logger.trackers:
             self.accelerator.end_training()
         return FitResult(total, int(self.best["step"]), self.best["acceptance_length"], self.last_loss, time.monotonic() - started)
@@ -202,29 +205,36 @@ class Trainer:
                 f"(epoch {self.sampler[step].epoch + 1}, {sums.tokens} tokens)"
             )
 
-    def _evaluate(self, step: int) -> None:
+    def _evaluate(self, step: int, bar: ProgressBar) -> None:
         if not self.heldout:
             self._save_best(step, float("nan"))
             return
         started = time.monotonic()
         self.drafter.eval()
-        options, most = self.config, self.drafter.training_steps
-        result = evaluate_by_walk(self.drafter, self.store, self.heldout, options.decoding, self.eos_ids, options.trainer.row_tokens, most)
+        options, most, walked = self.config, self.drafter.training_steps, 0.0
+
+        def advance(documents: float) -> None:
+            nonlocal walked
+            walked += documents
+            bar.advance(0, note=f"walk: {walked:.0f} of {len(self.heldout)} documents")
+
+        row_tokens = options.trainer.row_tokens
+        result = evaluate_by_walk(self.drafter, self.store, self.heldout, options.decoding, self.eos_ids, row_tokens, most, advance)
         self.drafter.train()
-        calibrated = self._calibrate(result)
-        self._log(step, walk_metrics(result, time.monotonic() - started) | calibrated)
+        self._log(step, walk_metrics(result, time.monotonic() - started))
         length = result.stats.acceptance_length
         if not length <= self.best["acceptance_length"]:  # also where there was no round to judge by: the latest, then
             self._save_best(step, length)
 
-    def _calibrate(self, result: WalkResult) -> dict[str, Any]:
-        """Fit the temperatures of a confidence head, which the drafter's folder keeps; what to log about it."""
-        if result.confidence is None:
-            return {}
-        fitted = fit_calibration(result.confidence)
-        self.drafter.temperatures = fitted.temperatures
-        raw, now = (error_per_position(result.confidence, calibration) for calibration in (Calibration(), fitted))
-        return {"confidence_error": raw, "confidence_error_calibrated": now, "confidence_temperatures": list(fitted.temperatures)}
+    def _calibrate(self, step: int) -> None:
+        """Let the best drafter's confidence head, where it has one, say what happens on all held-out documents."""
+        if self.accelerator.is_main_process:
+            options, head = self.config, self.drafter.head
+            common = (self.store, self.all_heldout, options.decoding, self.eos_ids, options.trainer.row_tokens)
+            found = calibrate_folder(self.paths.drafter, head, self.accelerator.device, *common)
+            if found:
+                self._log(step, found)
+        self.accelerator.wait_for_everyone()
 
     def _save_best(self, step: int, length: float) -> None:
         self.best = {"step": step, "acceptance_length": length}
@@ -288,6 +298,7 @@ def walk_metrics(result: WalkResult, seconds: float) -> dict[str, Any]:
         "walk_rounds": result.stats.rounds,
         "walk_acceptance_length_by_n": {str(n): length for n, length in enumerate(result.length_by_n, start=1)},
         "walk_seconds": seconds,
+        **({} if result.confidence is None else {"confidence_error": error_per_position(result.confidence, Calibration())}),
     }
 
 
@@ -301,13 +312,14 @@ def _plain(value: Any) -> Any:
 
 
 def _keep_metrics_up_to(path: Path, step: int) -> None:
-    """Drop lines of steps that will run again after a resume, and a last line that a kill cut short."""
+    """Drop lines of what will run again after a resume (later steps, the calibration), and a last line that a kill cut short."""
     if not path.exists():
         return
     kept = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
-            if json.loads(line)["step"] <= step:
+            entry = json.loads(line)
+            if entry["step"] <= step and "confidence_temperatures" not in entry:
                 kept.append(line)
         except (json.JSONDecodeError, KeyError):
             continue

@@ -14,7 +14,7 @@ from spectrain.data.states import StateStore
 from spectrain.decoding.confidence import ConfidenceSamples
 from spectrain.decoding.verify import Law
 from spectrain.decoding.walk import Span, expected_walk, supervised_spans, walk, walk_all_lengths
-from spectrain.drafters.base import Drafter, DraftScores
+from spectrain.drafters.base import Advance, Drafter, DraftScores
 from spectrain.evaluation.metrics import AcceptanceStats, Round, acceptance
 from spectrain.training.confidence_eval import joined, walk_samples
 
@@ -46,13 +46,14 @@ def evaluate_by_walk(
     eos_ids: Sequence[int],
     row_tokens: int,
     most_tokens: int | None = None,
+    advance: Advance = lambda documents: None,
 ) -> WalkResult:
     """Walk ``documents`` of the store with ``config.num_speculative_tokens`` drafts a round, and all lengths up to ``most_tokens``.
 
     A drafter whose drafts depend on how many are asked for (``length_matters``) is scored once for every length, as it would be served;
     where ``most_tokens`` is not given, only for the configured one, and ``length_by_n`` is empty.
     Scores come from one teacher-forced pass a document; random choices at temperature > 0 are drawn from (seed, document), so the figure
-    does not depend on batching.
+    does not depend on batching. ``advance`` is told about every document, in parts where it is scored more than once.
     """
     n = config.num_speculative_tokens
     most = max(n, most_tokens or n)
@@ -69,7 +70,9 @@ def evaluate_by_walk(
         for length in set(lengths) - {shown}:
             other = document_spans(batch, drafter.score(placed, length, law, draft_law), eos_ids)
             spans[length] += [span for own in other for span in own]
+            advance(len(group) / len(lengths))
         scores = drafter.score(placed, shown, law, draft_law)
+        advance(len(group) / len(lengths))
         for number, own in zip(group, document_spans(batch, scores, eos_ids), strict=True):
             rng = None if law.greedy or draft_law.greedy else np.random.default_rng((config.seed, number))
             rounds.append([r for span in own for r in walk(span, n, rng)])

@@ -8,14 +8,14 @@ import pytest
 from workplace import make
 
 from spectrain import cli
-from spectrain.drafters.folder import load_drafter
+from spectrain.drafters.folder import load_drafter, note_facts
 from spectrain.evaluation.record import read_records
 
 
 @pytest.fixture(scope="module")
 def arguments(tmp_path_factory):
     more = ["drafter=dspark", "drafter.num_layers=1", "drafter.block.block_size=4", "drafter.block.markov_rank=8", "drafter.taps=[1,3,5]"]
-    return [*make(tmp_path_factory.mktemp("workplace")), *more, "drafter.block.anchors=32", "trainer.epochs=3"]
+    return [*make(tmp_path_factory.mktemp("workplace")), *more, "drafter.block.anchors=32", "trainer.epochs=3", "trainer.eval_documents=3"]
 
 
 @pytest.fixture(scope="module")
@@ -29,15 +29,30 @@ def finished(arguments, tmp_path_factory):
 
 def test_calibration_is_logged_and_saved_with_the_drafter(finished):
     lines = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
-    walks = [line for line in lines if "walk_acceptance_length" in line]
-    assert all(len(line["confidence_temperatures"]) == 3 for line in walks)
-    for line in walks:
-        raw, calibrated = ([x for x in line[name] if x is not None] for name in ("confidence_error", "confidence_error_calibrated"))
-        assert sum(calibrated) <= sum(raw) + 1e-12
+    assert all(len(line["confidence_error"]) == 3 for line in lines if "walk_acceptance_length" in line)
+    (last,) = (line for line in lines if "confidence_temperatures" in line)
+    assert last["step"] == max(line["step"] for line in lines)
+    assert last["confidence_documents"] == 6  # all that are held out, not the three that evaluations walk
+    raw, calibrated = ([x for x in last[name] if x is not None] for name in ("confidence_error", "confidence_error_calibrated"))
+    assert sum(calibrated) <= sum(raw) + 1e-12
     config = json.loads((finished / "drafter/config.json").read_text())["spectrain"]
-    best = next(line for line in walks if line["step"] == config["step"])
-    assert config["confidence_temperatures"] == best["confidence_temperatures"]
-    assert load_drafter(finished / "drafter").temperatures == tuple(best["confidence_temperatures"])
+    assert config["confidence_temperatures"] == last["confidence_temperatures"] and "step" in config
+    assert load_drafter(finished / "drafter").temperatures == tuple(last["confidence_temperatures"])
+
+
+def test_a_kill_after_the_last_step_loses_no_calibration(finished, arguments, tmp_path):
+    """The run directory as it is in between: last checkpoint and best drafter are written, the temperatures are not."""
+    path = tmp_path / "killed"
+    shutil.copytree(finished, path)
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["stages"]["fit"]["status"] = "running"
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    note_facts(path / "drafter", {"confidence_temperatures": []})
+    assert load_drafter(path / "drafter").temperatures == ()
+
+    assert cli.main(["fit", *arguments, f"run.dir={path}"]) == 0
+    for name in ("drafter/config.json", "drafter/model.safetensors", "metrics.jsonl"):
+        assert (path / name).read_bytes() == (finished / name).read_bytes()
 
 
 def test_every_policy_is_measured_in_every_batch(finished):

@@ -65,6 +65,10 @@ class BlockDrafter(Drafter):
         return not self.shape.causal
 
     @property
+    def has_confidence(self) -> bool:
+        return self.shape.confidence
+
+    @property
     def loss_terms(self) -> list[str]:
         return [*super().loss_terms, *(["confidence"] if self.shape.confidence else [])]
 

@@ -138,7 +138,7 @@ def _group(
     context_scores = (q_GrXd.reshape(g, -1, d) @ context_k_GdK).view(g, r, m, b, keys) + hidden
     own_scores = (q_GrXd @ k_GrdB).view(g, r, m, b, b) + hidden_BB
     weights = F.softmax(torch.cat([context_scores, own_scores], dim=-1), dim=-1)
-    mixed = weights[..., :keys].reshape(g, -1, keys) @ context_v_GKd
+    mixed = weights[..., :keys].reshape(g, r * m * b, keys) @ context_v_GKd  # there may be no keys at all
     own = weights[..., keys:].reshape(g, r, m * b, b) @ v_GrBd
     return mixed.view(g, r, m, b, d) + own.view(g, r, m, b, d)
 

@@ -1,0 +1,50 @@
+"""Calibration of a finished drafter's confidence head, on all held-out documents: once, with the weights that will be served.
+
+Evaluations during training walk a few documents; temperatures fitted on so few would be worse than none on the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from spectrain.config import DecodingConfig
+from spectrain.console import ProgressBar
+from spectrain.data.states import StateStore
+from spectrain.decoding.confidence import Calibration, fit_calibration
+from spectrain.drafters.folder import load_drafter, note_facts
+from spectrain.target.head import TargetHead
+from spectrain.training.confidence_eval import error_per_position
+from spectrain.training.walk_eval import evaluate_by_walk
+
+
+def calibrate_folder(
+    folder: Path,
+    head: TargetHead,
+    device: torch.device,
+    store: StateStore,
+    documents: Sequence[int],
+    decoding: DecodingConfig,
+    eos_ids: Sequence[int],
+    row_tokens: int,
+) -> dict[str, Any]:
+    """Fit one temperature a draft slot and write them into the folder; returns what to log, nothing without a confidence head."""
+    drafter = load_drafter(folder)
+    if not drafter.has_confidence or not documents:
+        return {}
+    drafter.attach(head).to(device)
+    with ProgressBar("calibrate", total=len(documents), unit="documents") as bar:
+        said = evaluate_by_walk(drafter, store, documents, decoding, eos_ids, row_tokens, advance=bar.advance).confidence
+    if said is None:
+        return {}
+    fitted = fit_calibration(said)
+    note_facts(folder, {"confidence_temperatures": list(fitted.temperatures)})
+    return {
+        "confidence_documents": len(documents),
+        "confidence_error": error_per_position(said, Calibration()),
+        "confidence_error_calibrated": error_per_position(said, fitted),
+        "confidence_temperatures": list(fitted.temperatures),
+    }
