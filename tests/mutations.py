@@ -639,6 +639,9 @@ def main(part: str = "") -> int:
     sys.dont_write_bytecode = True
     _ = transformers.AutoModelForCausalLM, transformers.LlamaForCausalLM, transformers.PreTrainedTokenizerFast  # lazy modules
     chosen = [mutation for mutation in MUTATIONS if part in mutation.name or part in mutation.file]
+    if not chosen:
+        print(f"no mutation has {part!r} in its name or file; they are: {', '.join(mutation.name for mutation in MUTATIONS)}")  # noqa: T201
+        return 2
     alive = 0
     with tempfile.TemporaryDirectory(prefix="mutations-") as name:
         folder = Path(name)

@@ -70,6 +70,7 @@ def fit(context: Context) -> float | None:
 
 def _train(context: Context, store: StateStore, train: list[int], heldout: list[int]) -> dict[str, Any]:
     from spectrain.drafters.build import build_drafter, continue_drafter
+    from spectrain.training.checkpoint import newest_checkpoint
     from spectrain.training.trainer import FitPaths, Trainer
 
     config, run_dir = context.config, context.run_dir
@@ -84,7 +85,7 @@ def _train(context: Context, store: StateStore, train: list[int], heldout: list[
         vocab = build_vocab(_tokens(store, train), size, context.spec.vocab_size, expected_V)
         mask = _mask_token(config.drafter, store, train, head)
         drafter = build_drafter(config.drafter, context.spec, vocab, head, context.target.folder, config.trainer.seed, mask)
-        if config.drafter.init == "regression":
+        if config.drafter.init == "regression" and newest_checkpoint(run_dir.checkpoints) is None:
             _start(drafter, store, train)
     coverage = _coverage(store, heldout, vocab)
     say(f"fit: {len(train)} documents, draft vocabulary of {len(vocab.ids_D):,} covers {coverage:.2%} of the held-out generated tokens")
@@ -117,7 +118,7 @@ def _train(context: Context, store: StateStore, train: list[int], heldout: list[
 
 
 def _start(drafter: Drafter, store: StateStore, train: list[int]) -> None:
-    """Solve for the drafter's start on training documents. Cheap beside training, and the same on every rank and after every resume."""
+    """Solve for the drafter's start on training documents. Cheap beside training, and the same on every rank."""
 
     def batches() -> Iterator[PackedBatch]:
         for row in pack_rows([int(store.lengths[number]) for number in train], START_ROW_TOKENS, seed=0, epoch=0):

@@ -38,14 +38,18 @@ def save_checkpoint(folder: Path, model: nn.Module, optimizers: list[Optimizer],
     return path
 
 
-def load_checkpoint(folder: Path, model: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any] | None:
-    """Restore the newest checkpoint into model and optimisers; None where there is none. Raises InputError where it is of another model."""
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The one that ``load_checkpoint`` restores; what a kill left of one that was being written is put in order first."""
     for leftover in folder.glob(".step-*"):
         recover_folder(folder / leftover.name[1:].rsplit(".", 1)[0])
-    found = _checkpoints(folder)
-    if not found:
+    return next(reversed(_checkpoints(folder)), None)
+
+
+def load_checkpoint(folder: Path, model: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any] | None:
+    """Restore the newest checkpoint into model and optimisers; None where there is none. Raises InputError where it is of another model."""
+    path = newest_checkpoint(folder)
+    if path is None:
         return None
-    path = found[-1]
     tensors = load_file(path / "model.safetensors")
     parameters = dict(model.named_parameters())
     if {n: t.shape for n, t in tensors.items()} != {n: p.shape for n, p in parameters.items()}:
