@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spectrain.config import DrafterConfig, SpectrainConfig
+from spectrain.config import BlockConfig, DrafterConfig, SpectrainConfig
 from spectrain.config_drafter import BLOCK_METHODS
 from spectrain.errors import ConfigError, InputError
 from spectrain.run_dir import RunDir
@@ -114,6 +114,8 @@ def _check_against_target(context: Context) -> None:
         _check_continued(context, Path(config.drafter.path).expanduser())
     if context.verb in ("capture", "fit", "run"):
         check_disk(context)
+    if context.verb in ("fit", "run"):
+        _check_attention(config.drafter)
 
 
 # --- the configuration alone -----------------------------------------------------------------------------------------------------
@@ -125,6 +127,8 @@ def _check_lengths(config: SpectrainConfig, verb: str) -> None:
         raise ConfigError(
             f"sampling.max_new_tokens={answer} leaves no room for a prompt in target.max_length={longest}: lower one, or raise the other"
         )
+    if verb in ("fit", "run", "plan") and answer < 2:
+        raise ConfigError("sampling.max_new_tokens=1: a drafter learns what follows a generated token, let answers have 2 tokens at least")
     rows = config.trainer.row_tokens
     if verb in ("fit", "run", "plan") and rows <= answer:
         raise ConfigError(
@@ -298,6 +302,7 @@ def check_drafts(folder: Path, num_drafts: int) -> None:
 def check_drafter_fits(folder: Path, spec: TargetSpec) -> None:
     """A drafter's folder is whole, and was made for a target of these dimensions."""
     from spectrain.drafters.folder import load_drafter, read_shape
+    from spectrain.drafters.served import read_served
 
     usual_taps = spec.default_taps()
     shape = read_shape(folder, usual_taps)
@@ -308,6 +313,7 @@ def check_drafter_fits(folder: Path, spec: TargetSpec) -> None:
     if max(shape.taps) > spec.num_layers:
         raise InputError(f"drafter {folder} was trained for another target: it reads tap {max(shape.taps)} of {spec.num_layers} layers")
     load_drafter(folder, usual_taps)  # raises for weights that are broken, or of another shape
+    read_served(str(folder))  # and for what a server would miss
 
 
 def _check_continued(context: Context, folder: Path) -> None:
@@ -319,11 +325,31 @@ def _check_continued(context: Context, folder: Path) -> None:
     if context.config.drafter.method != method:
         raise ConfigError(f"drafter.path={folder} holds a {method} drafter: set drafter.method={method}")
     check_drafts(folder, context.config.decoding.num_speculative_tokens)
-    taps = context.config.drafter.taps
-    if taps is not None and taps != context.taps:
-        raise ConfigError(f"drafter.taps={list(taps)}, but the drafter in {folder} reads {list(context.taps)}: set drafter.taps=null")
+    _check_settled(context.config.drafter, folder, context.spec)
     if folder.resolve() == context.run_dir.drafter.resolve():
         raise ConfigError(f"drafter.path={folder} is where this run writes its own drafter: use another run.dir to go on from it")
+
+
+def _check_attention(drafter: DrafterConfig) -> None:
+    import torch
+
+    if drafter.attention == "flex" and not torch.cuda.is_available():
+        raise ConfigError("drafter.attention=flex trains on a GPU alone: use auto")
+
+
+def _check_settled(drafter: DrafterConfig, folder: Path, spec: TargetSpec) -> None:
+    """Nobody asks for other taps or other blocks than those of the drafter in ``folder``, which stand."""
+    from spectrain.drafters.block.shape import BlockShape
+    from spectrain.drafters.block.start import settings_of
+    from spectrain.drafters.folder import read_shape
+
+    shape = read_shape(folder, spec.default_taps())
+    if drafter.taps is not None and drafter.taps != shape.taps:
+        raise ConfigError(f"drafter.taps={list(drafter.taps)}, but the drafter in {folder} reads {list(shape.taps)}: set drafter.taps=null")
+    for name, found in settings_of(shape).items() if isinstance(shape, BlockShape) else ():
+        wanted = getattr(drafter.block, name)
+        if wanted not in (found, getattr(BlockConfig(), name)):
+            raise ConfigError(f"drafter.block.{name}={wanted}, but the drafter in {folder} has {found}, which stands: leave it out")
 
 
 def _check_heads(drafter: DrafterConfig, spec: TargetSpec) -> None:

@@ -99,7 +99,7 @@ MUTATIONS = (
     ),
     Mutation(
         "teacher one position early",
-        RECURRENT + "drafter.py",
+        "spectrain/drafters/base.py",
         "last_hidden_UH=batch.last_hidden_TH[teacher_U]",
         "last_hidden_UH=batch.last_hidden_TH[teacher_U - 1]",
         (LOSSES,),
@@ -548,8 +548,8 @@ MUTATIONS = (
     Mutation(
         "metrics of repeated steps kept twice",
         TRAINING + "trainer.py",
-        'if json.loads(line)["step"] <= step:',
-        'if json.loads(line)["step"] <= 10**9:',
+        'if entry["step"] <= step and',
+        'if entry["step"] <= 10**9 and',
         (RESUME,),
     ),
     Mutation(

@@ -15,7 +15,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, bfloat16, float16, float32, float64
 
 from spectrain.data.vocab import DraftVocab, full_vocab, vocab_from_d2t
 from spectrain.drafters.base import Drafter, DrafterShape
@@ -27,6 +27,7 @@ from spectrain.files import recover_folder, replace_folder, write_atomically
 from spectrain.run_dir import file_digest
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
+_DTYPES = (bfloat16, float16, float32, float64)
 # An embedding that stands for the mask token in place of the target's own: vLLM reads it from beside the weights.
 _MASK_EMBEDDING = "mask_embedding.pt"
 # Kind of drafter (speculators_model_type) -> the module that knows its fields, and the name of its architecture.
@@ -118,8 +119,7 @@ def load_drafter(folder: str | Path, usual_taps: Sequence[int] | None = None) ->
     tensors = standard_tensors(_read_tensors(folder))
     vocab = _vocab(tensors.pop("d2t", None), shape, folder)
     copies = Copies.taken_from(tensors, shape.owns_head, str(folder / WEIGHTS))
-    facts = config.get("spectrain") or {}
-    drafter: Drafter = _layout(config).build(shape, vocab, facts)
+    drafter = _build(config, shape, vocab, folder)
     _check_tensors(drafter.body.state_dict(), tensors, folder / WEIGHTS)
     drafter.body.load_state_dict(tensors, assign=True)
     drafter.copies = copies if copies.tensors else None
@@ -140,7 +140,7 @@ def _read_config(folder: Path, usual_taps: Sequence[int] | None = None) -> dict[
         raise InputError(f"{folder / _MASK_EMBEDDING}: this version reads drafters whose mask is a token of the target alone")
     config = standard_config(config, str(path), usual_taps)
     kind = config.get("speculators_model_type")
-    if kind not in _LAYOUTS:
+    if str(kind) not in _LAYOUTS:
         raise InputError(
             f"{path}: speculators_model_type is {kind!r}; this version reads {', '.join(_LAYOUTS)} drafters in the speculators layout"
         )
@@ -157,6 +157,17 @@ def _shape_from_config(config: dict[str, Any], folder: Path) -> DrafterShape:
     except KeyError as error:
         raise InputError(f"{folder / CONFIG}: field {error} is missing") from None
     except (TypeError, ValueError, AttributeError) as error:
+        raise InputError(f"{folder / CONFIG} describes no drafter ({error}): name a folder that fit has written") from None
+
+
+def _build(config: dict[str, Any], shape: DrafterShape, vocab: DraftVocab, folder: Path) -> Drafter:
+    """The drafter, its weights not yet read."""
+    facts = config.get("spectrain") or {}
+    try:
+        if not isinstance(facts, dict):
+            raise ValueError(f"spectrain is {facts!r}, it must be a section with fields")
+        return _layout(config).build(shape, vocab, facts)
+    except (TypeError, ValueError, RuntimeError) as error:  # the last for sizes that no machine holds
         raise InputError(f"{folder / CONFIG} describes no drafter ({error}): name a folder that fit has written") from None
 
 
@@ -178,6 +189,8 @@ def _vocab(d2t: Tensor | None, shape: DrafterShape, folder: Path) -> DraftVocab:
         return full_vocab(shape.target_vocab_size)
     if d2t is None:
         raise InputError(f"{folder / WEIGHTS}: tensor 'd2t' is missing, but draft_vocab_size is smaller than the target's vocabulary")
+    if d2t.is_floating_point():
+        raise InputError(f"{folder / WEIGHTS}: tensor 'd2t' is of type {d2t.dtype}, it must hold whole numbers")
     if tuple(d2t.shape) != (shape.draft_vocab_size,):
         raise InputError(f"{folder / WEIGHTS}: tensor 'd2t' has {tuple(d2t.shape)}, draft_vocab_size says {shape.draft_vocab_size}")
     vocab = vocab_from_d2t(d2t, shape.target_vocab_size)
@@ -195,6 +208,10 @@ def _check_tensors(expected: dict[str, Tensor], found: dict[str, Tensor], path: 
             raise InputError(
                 f"{path}: tensor '{name}' has shape {tuple(found[name].shape)}, the configuration asks for {tuple(tensor.shape)}"
             )
+        if found[name].dtype not in _DTYPES:
+            raise InputError(f"{path}: tensor '{name}' is of type {found[name].dtype}, this version reads {', '.join(map(str, _DTYPES))}")
+        if not bool(found[name].isfinite().all()):
+            raise InputError(f"{path}: tensor '{name}' holds values that are not finite: the drafter is broken, write it again")
     extra = sorted(set(found) - set(expected))
     if extra:
         raise InputError(f"{path}: tensor '{extra[0]}' belongs to no part of this drafter")

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from spectrain.drafters.fields import positive, whole
+
 
 @dataclass(frozen=True)
 class LayerShape:
@@ -27,6 +29,25 @@ class LayerShape:
     rms_norm_eps: float
     rope_parameters: dict[str, Any]
     max_position_embeddings: int
+
+    def __post_init__(self) -> None:
+        for name in (
+            "hidden_size",
+            "intermediate_size",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "max_position_embeddings",
+        ):
+            whole(getattr(self, name), name)
+        positive(self.rms_norm_eps, "rms_norm_eps")
+        positive(self.rope_parameters.get("rope_theta"), "rope_theta")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads={self.num_attention_heads} is no multiple of num_key_value_heads={self.num_key_value_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim is {self.head_dim}, it must be even: rotary positions turn pairs")
 
     @property
     def qk_norm(self) -> bool:
@@ -50,7 +71,7 @@ class Rotary:
     """Rotary phases, always in float32: rounding ``inv_freq`` to bf16 shifts late positions by whole radians.
 
     Not a module on purpose: ``module.to(bfloat16)`` must not reach the frequencies. Scaled variants (llama3, yarn, linear) come from
-    transformers' own table, so that the drafter turns by the same phases as vLLM.
+    transformers' own table, so that the drafter turns by the same phases as vLLM. ValueError for a variant that is unknown or incomplete.
     """
 
     def __init__(self, shape: LayerShape) -> None:
@@ -63,15 +84,22 @@ class Rotary:
         if kind == "default":
             exponent = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
             self.inv_freq = 1.0 / (float(parameters["rope_theta"]) ** exponent)
-        else:
-            config = LlamaConfig(
-                hidden_size=shape.hidden_size,
-                num_attention_heads=shape.num_attention_heads,
+            return
+        if str(kind) not in ROPE_INIT_FUNCTIONS:
+            raise ValueError(f"rope_type is {kind!r}, known are default, {', '.join(ROPE_INIT_FUNCTIONS)}")
+        try:
+            config = LlamaConfig(  # of one head: it refuses heads that do not divide hidden_size, and head_dim is all that matters
+                hidden_size=shape.head_dim,
+                num_attention_heads=1,
                 head_dim=shape.head_dim,
                 max_position_embeddings=shape.max_position_embeddings,
                 rope_parameters=parameters,
             )
             self.inv_freq, self.attention_scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+        except Exception as error:  # of many types, some of them transformers' own
+            raise ValueError(f"rope_parameters of rope_type {kind!r}: {' '.join(str(error).split())}") from None
+        if not bool(self.inv_freq.isfinite().all()):
+            raise ValueError(f"rope_parameters of rope_type {kind!r} give frequencies that are not finite")
 
     def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Positions [...] -> cos and sin [..., hd] in float32 (float64 phases are never needed: positions are below 2²⁴)."""

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from spectrain.drafters.fields import positive, whole
 from spectrain.errors import InputError
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ def _from_speculators(config: dict[str, Any], where: str) -> dict[str, Any]:
     kind, layer = config.get("speculators_model_type"), config.get("transformer_layer_config")
     given = {name: value for name, value in config.items() if value is not None}
     standard = {**_SPECULATORS_DEFAULTS.get(str(kind), {}), **given}
-    if not isinstance(layer, dict) or kind not in _SPECULATORS_DEFAULTS:
+    if not isinstance(layer, dict) or str(kind) not in _SPECULATORS_DEFAULTS:
         return standard  # whoever reads it says what is wrong
     _refuse_unknown_arithmetic(config, layer, where=where)
     standard["transformer_layer_config"] = {**layer, "rope_parameters": _rope(layer, where, _LLAMA_THETA if kind == "eagle3" else None)}
@@ -234,9 +235,9 @@ def _layer(config: dict[str, Any], layer_type: str, where: str, default_theta: f
         raise InputError(f"{where}: field 'rms_norm_eps' is missing")
     return plain | {
         "model_type": layer_type,
-        "num_key_value_heads": int(config.get("num_key_value_heads") or heads),
-        "head_dim": int(config.get("head_dim") or plain["hidden_size"] // heads),
-        "rms_norm_eps": float(config["rms_norm_eps"]),
+        "num_key_value_heads": config.get("num_key_value_heads") or heads,
+        "head_dim": config.get("head_dim") or plain["hidden_size"] // heads,
+        "rms_norm_eps": config["rms_norm_eps"],
         "rope_parameters": _rope(config, where, default_theta),
         "max_position_embeddings": _count(config, "max_position_embeddings", where),
     }
@@ -245,13 +246,13 @@ def _layer(config: dict[str, Any], layer_type: str, where: str, default_theta: f
 def _block_layer(config: dict[str, Any], nested: dict[str, Any], where: str) -> tuple[dict[str, Any], bool]:
     """(the layers' configuration with their kind of attention, whether a slot sees no later slots)."""
     layer = _layer(config, "qwen3", where, None)
-    kinds = _layer_types(config, layer["num_hidden_layers"])
+    kinds = _layer_types(config, layer["num_hidden_layers"], where)
     sliding = "sliding_attention" in kinds
     if sliding and "full_attention" in kinds:
         raise InputError(f"{where}: layer_types mixes sliding and full layers, this version reads all of one kind")
     sliding = sliding or bool(nested.get("use_swa"))
-    window = int(nested.get("swa_window_size") or config.get("sliding_window") or 0)
-    if sliding and window < 1:
+    window = nested.get("swa_window_size") or config.get("sliding_window")
+    if sliding and not window:
         raise InputError(f"{where}: its layers slide, but neither dflash_config.swa_window_size nor sliding_window says how far")
     causal = next((value for value in (config.get("is_causal"), nested.get("causal")) if value is not None), None)
     if causal is None:
@@ -261,11 +262,15 @@ def _block_layer(config: dict[str, Any], nested: dict[str, Any], where: str) -> 
     return layer | {"sliding_window": window if sliding else None}, bool(causal)
 
 
-def _layer_types(config: dict[str, Any], num_layers: int) -> set[str]:
+def _layer_types(config: dict[str, Any], num_layers: int, where: str) -> set[str]:
     """Kinds of the layers; without a list, those that a Qwen3 configuration derives."""
-    if config.get("layer_types"):
-        return set(config["layer_types"])
-    first = config.get("max_window_layers", 28) if config.get("use_sliding_window") and config.get("sliding_window") else num_layers
+    kinds = config.get("layer_types")
+    if kinds:
+        if not isinstance(kinds, list) or any(kind not in ("sliding_attention", "full_attention") for kind in kinds):
+            raise InputError(f"{where}: layer_types is {kinds!r}, this version reads sliding_attention and full_attention alone")
+        return set(kinds)
+    slides = config.get("use_sliding_window") and config.get("sliding_window")
+    first = _count({"max_window_layers": 28, **config}, "max_window_layers", where, least=0) if slides else num_layers
     return {"sliding_attention" if index >= first else "full_attention" for index in range(num_layers)}
 
 
@@ -301,9 +306,10 @@ def _count(section: dict[str, Any], name: str, where: str, prefix: str = "", lea
     value = section.get(name)
     if value is None:
         raise InputError(f"{where}: field '{prefix}{name}' is missing")
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise InputError(f"{where}: {prefix}{name} is {value!r}, it must be a whole number of at least {least}")
-    return value
+    try:
+        return whole(value, prefix + name, least)
+    except ValueError as error:
+        raise InputError(f"{where}: {error}") from None
 
 
 def _section(config: dict[str, Any], name: str, where: str) -> dict[str, Any]:
@@ -324,7 +330,10 @@ def _rope(layer: dict[str, Any], where: str, default_theta: float | None) -> dic
     theta = found.get("rope_theta") or layer.get("rope_theta") or default_theta
     if theta is None:
         raise InputError(f"{where}: field 'rope_theta' is missing, and so is rope_parameters")
-    return parameters | {"rope_theta": float(theta)}
+    try:
+        return parameters | {"rope_theta": positive(theta, "rope_theta")}
+    except ValueError as error:
+        raise InputError(f"{where}: {error}") from None
 
 
 def _refuse_other_width(target_width: Any, width: Any, where: str) -> None:

@@ -14,7 +14,7 @@ from spectrain.build import flatten
 from spectrain.config import DrafterConfig
 from spectrain.console import ProgressBar, say
 from spectrain.data.packing import PackedBatch, pack_batch, pack_rows, truncated_tokens
-from spectrain.data.states import StateStore
+from spectrain.data.states import StateStore, TargetStates
 from spectrain.data.vocab import DraftVocab, build_vocab
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.folder import CONFIG, WEIGHTS, weights_digest
@@ -74,7 +74,7 @@ def _train(context: Context, store: StateStore, train: list[int], heldout: list[
     from spectrain.training.trainer import FitPaths, Trainer
 
     config, run_dir = context.config, context.run_dir
-    train = [number for number in train if store.loss_counts[number] > 1]
+    train = [number for number in train if store.loss_counts[number] > 1 and _teaches(store[number], config.trainer.row_tokens)]
     head = TargetHead.from_checkpoint(context.target.folder)
     if config.drafter.path is not None:
         drafter = continue_drafter(config.drafter, head, context.spec.default_taps())
@@ -135,14 +135,25 @@ def _mask_token(config: DrafterConfig, store: StateStore, train: list[int], head
     """The mask token of a block drafter: as configured, or one that the training text never uses."""
     from spectrain.drafters.block.start import choose_mask_token
 
-    if not config.is_block or config.block.mask_token_id is not None:
-        return config.block.mask_token_id or 0
+    if not config.is_block:
+        return 0
     used_V = np.zeros(head.vocab_size, dtype=np.int64)
     for input_ids, _ in _tokens(store, train):
         used_V += np.bincount(input_ids, minlength=head.vocab_size)
+    given = config.block.mask_token_id
+    if given is not None:
+        if given < len(used_V) and used_V[given]:
+            say(f"fit: note: the mask token {given} occurs {used_V[given]:,} times in the training text, where it means something else")
+        return given
     mask = choose_mask_token(used_V, head.embed_weight)
     say(f"fit: token {mask}, which the training text never uses, is the mask token")
     return mask
+
+
+def _teaches(document: TargetStates, row_tokens: int) -> bool:
+    """Whether two generated tokens stand side by side in the part that is trained on; else no drafter learns anything from it."""
+    mask_S = document.loss_mask[:row_tokens].bool()
+    return bool((mask_S[:-1] & mask_S[1:]).any())
 
 
 def _verify(store: StateStore) -> None:

@@ -97,7 +97,10 @@ class Trainer:
         options = config.trainer
         self.train, self.heldout, self.all_heldout = list(train), list(heldout)[: options.eval_documents], list(heldout)
         if not self.train:
-            raise RunError("there are no training documents with generated tokens: run `spectrain generate` and `spectrain capture` first")
+            raise RunError(
+                "no training document has two generated tokens side by side within trainer.row_tokens: let the target give longer answers "
+                "(sampling.max_new_tokens), or raise trainer.row_tokens"
+            )
         self.accelerator = accelerator or Accelerator(
             mixed_precision="no",  # accelerate fixes it for the process, but the jobs of a sweep may differ: see _backward
             log_with=list(config.logger.trackers) or None,

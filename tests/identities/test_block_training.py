@@ -230,6 +230,19 @@ def test_attention_paths_agree(window: int | None, causal: bool, backend: str, m
     assert all(bool((g != 0).any()) for g in eager_gradients)
 
 
+@pytest.mark.parametrize("options", [BlockOptions(), BlockOptions(window=1), DSPARK], ids=lambda options: options.name)
+def test_blocks_without_any_context_train(options: BlockOptions) -> None:
+    """Alone in their document, at its first token; or behind a window that ends before the context."""
+    results = []
+    for attention in ("eager", "sdpa"):
+        drafter = random_block_drafter(replace(options, attention=attention))
+        sums = drafter.train_losses(packed([random_document(mask, 3, i, drafter.head) for i, mask in enumerate(("11", "0110", "0"))]))
+        sums.loss.backward()
+        results.append((sums.loss.detach(), gradients(drafter)))
+    assert int(sums.count_K[0]) == 2
+    torch.testing.assert_close(results[1], results[0])
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("options", [BlockOptions(), BlockOptions(window=4, causal=True)], ids=lambda options: options.name)
 def test_flex_trains_as_eager_does(options: BlockOptions) -> None:

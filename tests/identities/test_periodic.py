@@ -69,6 +69,24 @@ def test_the_target_speaks_in_periods(target: tuple[TargetModel, Path]) -> None:
             {"learning_rate": 3e-3},
         ),
         (
+            {
+                "method": "dspark",
+                "init": "target",
+                "num_layers": 2,
+                "block": BlockConfig(block_size=N, anchors=160, markov="gated", markov_rank=8),
+            },
+            {"learning_rate": 3e-3},
+        ),
+        (
+            {
+                "method": "dspark",
+                "init": "target",
+                "num_layers": 2,
+                "block": BlockConfig(block_size=N, anchors=160, markov="rnn", markov_rank=8),
+            },
+            {"learning_rate": 3e-3},
+        ),
+        (
             {"method": "dflash2", "init": "target", "block": BlockConfig(block_size=N + 1, anchors=60, selector_rank=8, selector_top_k=4)},
             {"learning_rate": 3e-3},
         ),
@@ -78,6 +96,8 @@ def test_the_target_speaks_in_periods(target: tuple[TargetModel, Path]) -> None:
         "qwen3, reduced vocabulary, muon, closed-form start",
         "dflash",
         "dspark",
+        "dspark, gated",
+        "dspark, rnn",
         "dflash2",
     ],
 )

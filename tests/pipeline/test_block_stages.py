@@ -1,11 +1,15 @@
 """Block drafters through the whole pipeline, and what is said of them before work starts."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from workplace import make
 
 from spectrain import cli
+from spectrain.data.states import StateStore
 from spectrain.drafters.folder import load_drafter, read_method
 from spectrain.evaluation.record import read_records
 
@@ -14,6 +18,9 @@ METHODS = {
     "dspark": ["drafter=dspark", "drafter.block.block_size=4", "drafter.block.markov_rank=8"],
     "dflash2": ["drafter=dflash2", "drafter.block.block_size=5", "drafter.draft_vocab_size=null"],
 }
+
+
+_OTHER_BLOCKS = ("mask_token_id=7", "sliding_window=4", "block_size=5", "markov=rnn", "markov_rank=9", "confidence=false")
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +61,30 @@ def test_it_is_skipped_measured_again_and_gone_on_from(arguments, finished, tmp_
     assert load_drafter(tmp_path / "more" / "drafter").shape == load_drafter(run / "drafter").shape
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU trains with it")
+def test_flex_without_a_gpu_is_refused(arguments, tmp_path, capsys):
+    assert cli.main(["fit", *arguments, *METHODS["dflash"], "drafter.attention=flex", f"run.dir={tmp_path / 'run'}"]) == 2
+    assert "drafter.attention=flex trains on a GPU alone" in capsys.readouterr().err
+
+
+def test_documents_that_teach_nothing_are_left_out(tmp_path):
+    """A prompt as long as a row leaves no answer to train on; alone in its batch it would stop the training."""
+    arguments = [*make(tmp_path), *METHODS["dflash"], "trainer.row_tokens=150", "trainer.epochs=1", "target.max_length=512"]
+    with (tmp_path / "train.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"turns": ["What is " + "the sun, or " * 30 + "a river?"]}) + "\n")
+    assert cli.main(["fit", *arguments, f"run.dir={tmp_path / 'run'}"]) == 0
+
+
+def test_a_mask_token_of_the_text_is_noted(arguments, finished, tmp_path, capsys):
+    shutil.copytree(finished / "dflash", tmp_path / "run")
+    states = StateStore(tmp_path / "run" / "states")
+    used = int(states[states.indices("train")[0]].input_ids[0])
+    for mask, said in ((used, True), (None, False)):
+        options = [*METHODS["dflash"], f"drafter.block.mask_token_id={'null' if mask is None else mask}", "trainer.max_steps=1"]
+        assert cli.main(["fit", *arguments, *options, f"run.dir={tmp_path / 'run'}"]) == 0
+        assert (f"the mask token {mask} occurs" in capsys.readouterr().err) == said
+
+
 def test_what_cannot_be_is_said_at_once(arguments, finished, tmp_path, capsys):
     cases = [
         ("fit", [*METHODS["dflash"], "decoding.num_speculative_tokens=5"], "blocks of 5 slots give 4 drafts a round"),
@@ -61,6 +92,11 @@ def test_what_cannot_be_is_said_at_once(arguments, finished, tmp_path, capsys):
         ("fit", ["drafter=dflash2"], "dflash2 drafts from the whole vocabulary"),
         ("fit", ["drafter=dspark", "drafter.block.mask_token_id=99999"], "outside the target's vocabulary"),
         ("fit", [f"drafter.path={finished / 'dflash' / 'drafter'}", "drafter=dspark"], "holds a dflash drafter: set drafter.method=dflash"),
+        ("fit", ["drafter=dflash", "sampling.max_new_tokens=1", "decoding.num_speculative_tokens=1"], "answers have 2 tokens at least"),
+        *(
+            ("fit", [f"drafter.path={finished / 'dspark' / 'drafter'}", "drafter=dspark", f"drafter.block.{setting}"], "which stands")
+            for setting in _OTHER_BLOCKS
+        ),
         (
             "eval",
             [f"drafter.path={finished / 'dflash' / 'drafter'}", "drafter=dflash", "decoding.num_speculative_tokens=5"],

@@ -144,12 +144,75 @@ def test_a_missing_field_is_named(tmp_path: Path, field: str, message: str) -> N
         load_drafter(folder)
 
 
+LAYER = "transformer_layer_config"
+# (drafter, field, values that make no sense, what is said of them)
+NONSENSE: list[tuple[BlockOptions, str, tuple[Any, ...], str]] = [
+    (BlockOptions(), "block_size", (1, 0, "5", 2.5, True), "block_size is .* at least 2"),
+    (DSPARK, "block_size", (1, 0), "block_size is .* at least 2"),
+    (BlockOptions(), "mask_token_id", (-1, 1.5, VOCAB), "mask_token_id is "),
+    (BlockOptions(), "aux_hidden_state_layer_ids", ([], [3, 1, 4], "134"), "layer"),
+    (BlockOptions(), "sample_from_anchor", (True, "no"), "sample_from_anchor is "),
+    (BlockOptions(), "sliding_window_non_causal", ("no",), "must be true or false"),
+    (BlockOptions(), "draft_vocab_size", (-1, "9", VOCAB + 1), "draft_vocab_size is "),
+    (BlockOptions(), f"{LAYER}.num_hidden_layers", (0, "2"), "num_hidden_layers is "),
+    (BlockOptions(), f"{LAYER}.num_key_value_heads", (0, 3), "num_key_value_heads"),
+    (BlockOptions(), f"{LAYER}.head_dim", (7, -6), "head_dim is "),
+    (BlockOptions(), f"{LAYER}.rms_norm_eps", (None, -1, "x"), "rms_norm_eps is "),
+    (BlockOptions(), f"{LAYER}.max_position_embeddings", (None, 0), "max_position_embeddings is "),
+    (BlockOptions(), f"{LAYER}.layer_types", (["chunked"], "full_attention"), "layer_types is "),
+    (BlockOptions(), f"{LAYER}.rope_parameters", ({"rope_type": "spiral", "rope_theta": 1.0},), "rope_type is 'spiral'"),
+    (BlockOptions(), f"{LAYER}.rope_parameters", ({"rope_type": "yarn", "rope_theta": 1.0},), "rope_type 'yarn': .*factor"),
+    (BlockOptions(), f"{LAYER}.rope_parameters", ({"rope_type": "linear", "rope_theta": 1.0, "factor": 0},), "frequencies .* not finite"),
+    (BlockOptions(), f"{LAYER}.rope_parameters", ({"rope_type": "linear", "rope_theta": 1.0, "factor": "x"},), "rope_type 'linear': "),
+    (BlockOptions(), f"{LAYER}.rope_parameters", ({"rope_type": "default", "rope_theta": "x"},), "rope_theta is 'x'"),
+    (BlockOptions(window=4), f"{LAYER}.sliding_window", (0, None, "4"), "sliding_window is "),
+    (BlockOptions(), "spectrain", ("x", [1]), "spectrain is "),
+    (DSPARK, "spectrain", ({"confidence_temperatures": [1.0, 0]}, {"confidence_temperatures": ["a"]}), "confidence_temperatures is "),
+    (DSPARK, "markov_head_type", ("attention", 5), "markov_head_type is "),
+    (DSPARK, "markov_rank", (-1, "3"), "markov_rank is "),
+    (DSPARK, "enable_confidence_head", ("yes",), "must be true or false"),
+    (DFLASH2, "conv_kernel_size", (0, "3"), "conv_kernel_size is "),
+    (DFLASH2, "conv_group_size", (0, 3), "conv_group_size is "),
+    (DFLASH2, "selector_rank", (-1,), "selector_rank is "),
+    (DFLASH2, "selector_top_k", (0, 1.5), "selector_top_k is "),
+]
+
+
+@pytest.mark.parametrize(("options", "field", "values", "message"), NONSENSE, ids=[f"{case[1]}={case[2]}" for case in NONSENSE])
+def test_a_field_that_makes_no_sense_is_named(
+    tmp_path: Path, options: BlockOptions, field: str, values: tuple[Any, ...], message: str
+) -> None:
+    file = save(random_block_drafter(options), tmp_path / "drafter") / "config.json"
+    whole = file.read_text()
+    for value in values:
+        config = json.loads(whole)
+        *section, name = field.split(".")
+        (config[section[0]] if section else config)[name] = value
+        file.write_text(json.dumps(config))
+        with pytest.raises(InputError, match=f"config.json.*{message}"):
+            load_drafter(file.parent)
+
+
+def test_weights_that_cannot_be_computed_with_are_refused(tmp_path: Path) -> None:
+    file = save(random_block_drafter(BlockOptions(reduced=True), dtype=torch.float32), tmp_path / "drafter") / "model.safetensors"
+    tensors = load_file(file)
+    for name, broken, message in (
+        ("fc.weight", tensors["fc.weight"].int(), "of type torch.int32"),
+        ("fc.weight", tensors["fc.weight"].to(torch.float8_e4m3fn), "of type torch.float8_e4m3fn"),
+        ("norm.weight", tensors["norm.weight"] * float("nan"), "not finite"),
+        ("d2t", tensors["d2t"].float(), "must hold whole numbers"),
+    ):
+        save_file(tensors | {name: broken}, file)
+        with pytest.raises(InputError, match=f"'{name}' .*{message}"):
+            load_drafter(file.parent)
+
+
 def test_mixed_layers_and_missing_tensors_are_refused(tmp_path: Path) -> None:
     folder = save(random_block_drafter(DSPARK), tmp_path / "drafter")
     config = json.loads((folder / "config.json").read_text())
     config["transformer_layer_config"]["layer_types"] = ["full_attention", "sliding_attention"]
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(InputError, match="sliding and full"):
+    with pytest.raises(InputError, match="in all layers"):
         load_drafter(folder)
     folder = save(random_block_drafter(DSPARK), folder)
     tensors = load_file(folder / "model.safetensors")

@@ -1,6 +1,7 @@
 """The closed-form start of block drafters: heads look where they should, and what they carry predicts a world that is linear."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -93,6 +94,16 @@ def test_predicts_unseen_text_of_a_linear_world(method: str, heads: tuple[int, i
         assert parameter.grad is not None and bool(parameter.grad.isfinite().all()), name
         if ("layers" in name and "conv" not in name) or name.endswith("fc.weight"):
             assert bool(parameter.grad.any()), name
+
+
+@pytest.mark.parametrize("answer", [2, 3])
+def test_answers_shorter_than_the_coded_drafts(answer: int) -> None:
+    head, texts = world(160)
+    mask = torch.tensor([0] * (LENGTH - answer) + [1] * answer, dtype=torch.uint8)
+    model = drafter(head)
+    before = agreement(model, pack_batch(world(8, seed=7)[1]))
+    assert model.start(batches([replace(text, loss_mask=mask) for text in texts])) == 160 * (answer - 1)
+    assert agreement(model, pack_batch(world(8, seed=7)[1]))[0] > before[0] + 0.3
 
 
 @pytest.mark.parametrize("method", ["dflash", "dspark"])

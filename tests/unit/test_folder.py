@@ -131,6 +131,12 @@ def test_rotary_phases_are_those_of_transformers(rope: dict[str, Any]) -> None:
     torch.testing.assert_close(sin, twin_sin, rtol=1e-5, atol=1e-5)
 
 
+def test_heads_need_not_divide_the_width_to_turn_by_scaled_phases() -> None:
+    rope = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+    whole = Rotary(LayerShape("qwen3", 64, 8, 4, 2, 16, 1e-5, rope, 128))
+    assert torch.equal(Rotary(LayerShape("qwen3", 64, 8, 6, 3, 16, 1e-5, rope, 128)).inv_freq, whole.inv_freq)
+
+
 def test_serving_in_bfloat16_turns_by_the_same_phases(tmp_path: Path) -> None:
     drafter = random_drafter(Options(), dtype=torch.float32)
     positions = torch.arange(0, 4000, 37)

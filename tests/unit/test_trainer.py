@@ -150,7 +150,7 @@ def test_a_batch_in_which_nothing_counts_stops_before_the_optimiser(tmp_path: Pa
 
 def test_without_documents_there_is_no_trainer(tmp_path: Path) -> None:
     drafter = random_drafter(OPTIONS)
-    with pytest.raises(RunError, match="no training documents"):
+    with pytest.raises(RunError, match="no training document has two generated tokens"):
         make_trainer(tmp_path, drafter, MemoryStore(heldout(random_documents(OPTIONS))), one_batch())
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from spectrain.data.vocab import DraftVocab
 from spectrain.drafters.block.drafter import BlockDrafter
 from spectrain.drafters.block.shape import BlockShape, ConvShape, MarkovShape, SelectorShape
+from spectrain.drafters.fields import flag, positive, whole
 from spectrain.drafters.layer_config import from_layer_config, to_layer_config
 
 ARCHITECTURES = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "dspark": "Qwen3DSparkModel"}
@@ -49,15 +50,15 @@ def facts(drafter: BlockDrafter) -> dict[str, Any]:
 def to_shape(config: dict[str, Any]) -> BlockShape:
     """Raises KeyError, TypeError or ValueError where the fields describe no block drafter."""
     method, layer = config["speculators_model_type"], config["transformer_layer_config"]
-    kinds = set(layer.get("layer_types") or ["full_attention"])
-    if len(kinds) > 1:
-        raise ValueError("its layers are sliding and full, this version reads all of one kind")
-    sliding = int(layer["sliding_window"]) if kinds == {"sliding_attention"} else None
-    rank = int(config.get("markov_rank") or 0) if method == "dspark" else 0
+    sliding = whole(layer["sliding_window"], "sliding_window") if _slides(layer) else None
+    kind = (config.get("markov_head_type") or "vanilla") if method == "dspark" and config.get("markov_rank") else "none"
+    from_anchor = _flag(config, "sample_from_anchor")
+    if from_anchor and method != "dspark":
+        raise ValueError(f"sample_from_anchor is true, but only dspark drafts from the anchor's slot, not {method}")
     conv = selector = None
     if method == "dflash2":
-        conv = ConvShape(int(config["conv_kernel_size"]), int(config["conv_group_size"]))
-        selector = SelectorShape(int(config["selector_rank"]), int(config["selector_top_k"]))
+        conv = ConvShape(config["conv_kernel_size"], config["conv_group_size"])
+        selector = SelectorShape(config["selector_rank"], config["selector_top_k"])
     return BlockShape(
         method=method,
         layer=from_layer_config(layer),
@@ -65,18 +66,33 @@ def to_shape(config: dict[str, Any]) -> BlockShape:
         taps=tuple(config["aux_hidden_state_layer_ids"]),
         target_vocab_size=layer["vocab_size"],
         draft_vocab_size=config.get("draft_vocab_size") or layer["vocab_size"],
-        block_size=int(config["block_size"]),
-        mask_token_id=int(config["mask_token_id"]),
-        sample_from_anchor=bool(config.get("sample_from_anchor", False)),
+        block_size=config["block_size"],
+        mask_token_id=config["mask_token_id"],
+        sample_from_anchor=from_anchor,
         sliding_window=sliding,
-        causal=sliding is not None if method == "dspark" else not config.get("sliding_window_non_causal", True),
-        markov=MarkovShape(config.get("markov_head_type") or "vanilla", rank) if rank else None,
-        confidence=method == "dspark" and bool(config.get("enable_confidence_head", False)),
-        confidence_with_markov=bool(config.get("confidence_head_with_markov", False)) and rank > 0,
+        causal=sliding is not None if method == "dspark" else not _flag(config, "sliding_window_non_causal", True),
+        markov=None if kind == "none" else MarkovShape(kind, config["markov_rank"]),
+        confidence=method == "dspark" and _flag(config, "enable_confidence_head"),
+        confidence_with_markov=_flag(config, "confidence_head_with_markov") and kind != "none",
         conv=conv,
         selector=selector,
     )
 
 
+def _slides(layer: dict[str, Any]) -> bool:
+    """Whether its layers are sliding ones."""
+    kinds = layer.get("layer_types") or ["full_attention"]
+    if kinds not in ([kind] * len(kinds) for kind in ("full_attention", "sliding_attention")):
+        raise ValueError(f"layer_types is {kinds!r}, this version reads sliding_attention or full_attention in all layers")
+    return kinds[0] == "sliding_attention"
+
+
+def _flag(config: dict[str, Any], name: str, default: bool = False) -> bool:
+    value = config.get(name)
+    return default if value is None else flag(value, name)
+
+
 def build(shape: BlockShape, vocab: DraftVocab, noted: dict[str, Any]) -> BlockDrafter:
-    return BlockDrafter(shape, vocab, temperatures=[float(value) for value in noted.get("confidence_temperatures") or ()])
+    """Raises TypeError or ValueError where what was noted makes no sense."""
+    name = "confidence_temperatures"
+    return BlockDrafter(shape, vocab, temperatures=[positive(value, f"spectrain.{name}") for value in noted.get(name) or ()])

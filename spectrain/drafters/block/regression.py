@@ -43,7 +43,7 @@ _LARGEST_STRIDE = 4
 _SAMPLE_BYTES = 8 << 30
 _SOLVED_LAYERS = 2
 _PASSES = 4  # over the sample, a layer
-_CODED_DRAFTS = 3  # drafts whose states choose the codes
+_CODED_DRAFTS = 3  # drafts whose states choose the codes, if answers are long enough to have them
 _LEAD = 4.0  # score of the last context token over the one before, at the first mask slot
 _SINK = 5.0  # score of a mask slot; of the other kind: minus this
 _SLOWEST_FAST = 0.02  # radians a token
@@ -101,8 +101,8 @@ def start_by_regression(drafter: BlockDrafter, batches: Batches, advance: Advanc
     shape = drafter.shape
     hidden, pairs = shape.layer.hidden_size, _Pairs.build(drafter)
     total = sum(len(all_anchors(batch)) for batch in batches())
-    most = min(ANCHORS_PER_DIM * hidden, _SAMPLE_BYTES // (3 * 4 * shape.block_size * hidden))
-    if pairs is None or shape.layer.num_key_value_heads * shape.num_layers < 2 or min(total, most) < ANCHORS_LEAST_PER_DIM * hidden:
+    most, least = min(ANCHORS_PER_DIM * hidden, _SAMPLE_BYTES // (3 * 4 * shape.block_size * hidden)), ANCHORS_LEAST_PER_DIM * hidden
+    if pairs is None or shape.layer.num_key_value_heads * shape.num_layers < 2 or min(total, most) < least:
         return 0
     body = drafter.body
     body.fc.weight.zero_()
@@ -113,7 +113,7 @@ def start_by_regression(drafter: BlockDrafter, batches: Batches, advance: Advanc
         layer.self_attn.o_proj.weight.zero_()
         layer.mlp.down_proj.weight.zero_()
     sample = list(_sample(drafter, batches(), most, total))
-    solved = body.layers[:_SOLVED_LAYERS]
+    solved, coded = body.layers[:_SOLVED_LAYERS], _coded_drafts(drafter, sample, least)
 
     def passed() -> Iterator[Blocks]:
         """The sample, in one of the passes over it."""
@@ -122,7 +122,7 @@ def start_by_regression(drafter: BlockDrafter, batches: Batches, advance: Advanc
             advance(100 / (_PASSES * len(solved) * len(sample)))
 
     for layer in solved:
-        _solve(drafter, layer, pairs, passed)
+        _solve(drafter, layer, pairs, coded, passed)
     return sum(len(blocks.anchor_R) for blocks in sample)
 
 
@@ -142,10 +142,17 @@ def _sample(drafter: BlockDrafter, batches: Iterable[PackedBatch], most: int, to
             return
 
 
-def _solve(drafter: BlockDrafter, layer: BlockLayer, pairs: _Pairs, sample: Callable[[], Iterator[Blocks]]) -> None:
+def _coded_drafts(drafter: BlockDrafter, sample: list[Blocks], least: int) -> int:
+    """The drafts whose states choose the codes: those that at least so many blocks of the sample have, and the first one anyhow."""
+    first, most = drafter.shape.first_slot, min(_CODED_DRAFTS, drafter.shape.num_drafts)
+    counts_J = torch.stack([(blocks.weight_RB[:, first : first + most] > 0).sum(0) for blocks in sample]).sum(0)
+    return max(1, int((counts_J >= least).sum()))
+
+
+def _solve(drafter: BlockDrafter, layer: BlockLayer, pairs: _Pairs, coded: int, sample: Callable[[], Iterator[Blocks]]) -> None:
     """One layer, and the sample's residual streams behind it."""
     layer.input_layernorm.weight.fill_(1.0)
-    _set_keys_and_values(drafter, layer, pairs, _Kinds(drafter, layer, sample()))
+    _set_keys_and_values(drafter, layer, pairs, _Kinds(drafter, layer, coded, sample()))
     outputs, heads = Gram(), []
     for blocks in sample():
         heads.append(blocks.heads(drafter, layer))
@@ -257,7 +264,8 @@ def _set_keys_and_values(drafter: BlockDrafter, layer: BlockLayer, pairs: _Pairs
 class _Kinds:
     """Second moments of what a layer's projections read: at anchors, at mask slots and in the context."""
 
-    def __init__(self, drafter: BlockDrafter, layer: BlockLayer, sample: Iterable[Blocks]) -> None:
+    def __init__(self, drafter: BlockDrafter, layer: BlockLayer, coded: int, sample: Iterable[Blocks]) -> None:
+        """``coded``: as many drafts, counted from the first, choose the codes."""
         self.xx: dict[str, Tensor] = {}
         self.mean: dict[str, Tensor] = {}
         self.state = Gram()
@@ -270,7 +278,7 @@ class _Kinds:
                 self.mean[kind] = self.mean.get(kind, 0.0) + rows.sum(0).double()
                 counts[kind] = counts.get(kind, 0) + len(rows)
             target_RBH, weight_RB = here.target_RBH, here.weight_RB
-            last = min(first + _CODED_DRAFTS, x_RBH.shape[1])
+            last = first + coded
             kept = (weight_RB[:, first:last] > 0).all(1)
             wanted_RJH = (target_RBH - here.x_RBH)[:, first:last] * weight_RB[:, first:last, None].sqrt()
             inputs_RI = torch.cat([x_RBH[:, 0], here.context_TH[here.anchor_R - 1], torch.ones_like(x_RBH[:, 0, :1])], dim=1)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from spectrain.config_drafter import MARKOV_KINDS
+from spectrain.drafters.fields import check_sizes, whole
 from spectrain.drafters.layers import LayerShape
 
 
@@ -19,6 +21,11 @@ class MarkovShape:
     kind: str  # vanilla, gated, rnn
     rank: int
 
+    def __post_init__(self) -> None:
+        if self.kind not in MARKOV_KINDS[1:]:
+            raise ValueError(f"markov_head_type is {self.kind!r}, known are {', '.join(MARKOV_KINDS[1:])}")
+        whole(self.rank, "markov_rank")
+
 
 @dataclass(frozen=True)
 class ConvShape:
@@ -27,6 +34,10 @@ class ConvShape:
     kernel_size: int
     group_size: int  # channels that share a dynamic coefficient
 
+    def __post_init__(self) -> None:
+        whole(self.kernel_size, "conv_kernel_size")
+        whole(self.group_size, "conv_group_size")
+
 
 @dataclass(frozen=True)
 class SelectorShape:
@@ -34,6 +45,10 @@ class SelectorShape:
 
     rank: int
     top_k: int
+
+    def __post_init__(self) -> None:
+        whole(self.rank, "selector_rank")
+        whole(self.top_k, "selector_top_k")
 
 
 @dataclass(frozen=True)
@@ -56,6 +71,16 @@ class BlockShape:
     confidence_with_markov: bool = False
     conv: ConvShape | None = None
     selector: SelectorShape | None = None
+
+    def __post_init__(self) -> None:
+        check_sizes(self)
+        whole(self.block_size, "block_size", least=2)
+        if whole(self.mask_token_id, "mask_token_id", least=0) >= self.target_vocab_size:
+            raise ValueError(f"mask_token_id is {self.mask_token_id}, outside the target's vocabulary of {self.target_vocab_size}")
+        if self.sliding_window is not None:
+            whole(self.sliding_window, "sliding_window")
+        if self.conv is not None and self.layer.hidden_size % self.conv.group_size:
+            raise ValueError(f"conv_group_size is {self.conv.group_size}, it must divide hidden_size={self.layer.hidden_size}")
 
     @property
     def owns_head(self) -> bool:

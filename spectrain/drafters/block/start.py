@@ -58,6 +58,24 @@ def block_shape(config: DrafterConfig, spec: TargetSpec, layer: LayerShape, taps
     )
 
 
+def settings_of(shape: BlockShape) -> dict[str, object]:
+    """What ``drafter.block`` would say of a drafter of this shape."""
+    settings: dict[str, object] = {
+        "block_size": shape.block_size,
+        "mask_token_id": shape.mask_token_id,
+        "sample_from_anchor": shape.sample_from_anchor,
+        "sliding_window": shape.sliding_window,
+        "markov": "none" if shape.markov is None else shape.markov.kind,
+        "confidence": shape.confidence,
+    }
+    if shape.markov is not None:
+        settings["markov_rank"] = shape.markov.rank
+    if shape.conv is not None and shape.selector is not None:
+        settings |= {"conv_kernel_size": shape.conv.kernel_size, "conv_group_size": shape.conv.group_size}
+        settings |= {"selector_rank": shape.selector.rank, "selector_top_k": shape.selector.top_k}
+    return settings
+
+
 def _group_size(wanted: int | None, hidden_size: int) -> int:
     if wanted is None:
         return next(size for size in range(min(_GROUP_SIZE, hidden_size), 0, -1) if hidden_size % size == 0)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from spectrain.drafters.fields import check_sizes
 from spectrain.drafters.layers import LayerShape, Projections, RMSNorm, SwiGLU
 
 
@@ -34,6 +35,9 @@ class Eagle3Shape:
     norm_before_fc: bool = False  # one norm over the concatenated taps
     fc_norm: bool = False  # one norm per tap
     norm_output: bool = False  # the next step's feature is the normed output
+
+    def __post_init__(self) -> None:
+        check_sizes(self)
 
     @property
     def owns_head(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from spectrain.data.vocab import DraftVocab
+from spectrain.drafters.fields import flag, whole
 from spectrain.drafters.layer_config import from_layer_config, to_layer_config
 from spectrain.drafters.recurrent.drafter import Eagle3
 from spectrain.drafters.recurrent.eagle3 import Eagle3Shape
@@ -38,9 +39,10 @@ def to_shape(config: dict[str, Any]) -> Eagle3Shape:
         taps=tuple(config["eagle_aux_hidden_state_layer_ids"]),
         target_vocab_size=layer["vocab_size"],
         draft_vocab_size=config["draft_vocab_size"],
-        **{name: bool(config[name]) for name in _SWITCHES},
+        **{name: flag(config[name], name) for name in _SWITCHES},
     )
 
 
 def build(shape: Eagle3Shape, vocab: DraftVocab, noted: dict[str, Any]) -> Eagle3:
-    return Eagle3(shape, vocab, steps=int(noted.get("unroll_steps", 3)))
+    """Raises ValueError where what was noted makes no sense."""
+    return Eagle3(shape, vocab, steps=whole(noted.get("unroll_steps", 3), "spectrain.unroll_steps"))
