@@ -46,7 +46,9 @@ _CONFIDENCE_ADVICE = "use fixed, or train one with drafter=dspark"
 def check_config(config: SpectrainConfig, verb: str) -> None:
     """What the configuration alone tells. Needs no torch, so errors come at once."""
     if not config.target.path:
-        raise ConfigError("no target is chosen: add recipe=quickstart, target=smollm2_135m, or target.path=FOLDER_OR_HUB_ID")
+        there = os.path.isfile(Path(config.run.dir) / "config.yaml")
+        known = "" if there else f" (run.dir={config.run.dir} holds no config.yaml to go on from)"
+        raise ConfigError(f"no target is chosen: add recipe=quickstart, target=smollm2_135m, or target.path=FOLDER_OR_HUB_ID{known}")
     if not config.run.dir:
         raise ConfigError("run.dir is empty: name the folder of the run")
     if verb in ("eval", "run") and not config.suite.prompts:
@@ -201,6 +203,8 @@ def _check_engine(config: SpectrainConfig, verb: str) -> None:
 def check_drafter_folder(folder: Path, field: str) -> None:
     """The folder holds a drafter: configuration and weights."""
     advice = "name a folder that fit has written" if field == "drafter.path" else "run spectrain fit first, or name one with drafter.path"
+    if field == "drafter.path" and not os.path.isdir(folder):
+        raise InputError(f"{field}={folder} is no folder here: one from the Hub comes with `hf download {folder} --local-dir FOLDER`")
     for file in _DRAFTER_FILES:
         if not os.path.isfile(folder / file):  # unlike Path.is_file, False for names that no file can have
             raise InputError(f"{field}: {folder} holds no drafter ({file} is missing): {advice}")

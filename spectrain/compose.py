@@ -4,7 +4,8 @@ The dataclasses of ``config.py`` hold the defaults; they are handed to Hydra as 
 deviations only. So there is one place for each default and no schema to keep in step. Hydra's own messages are written for the
 authors of applications; here each becomes one line for the user of ours.
 
-Order, later wins: dataclass defaults (or the ``config.yaml`` of an existing run directory) < group files < recipe < command line.
+Order, later wins: dataclass defaults (or the ``config.yaml`` of an existing run directory, except for sections whose group is chosen
+anew) < group files < recipe < command line.
 """
 
 from __future__ import annotations
@@ -178,7 +179,9 @@ def _base_values(parsed: Sequence[Override]) -> dict[str, Any]:
         raise InputError(f"{file} is not a configuration: delete the file, or name a recipe")
     values.pop("run", None)
     build(values)
-    return values
+    # A group that is chosen anew starts from its own defaults: what was set for another method or engine does not belong to it.
+    chosen = {str(override.key_or_group) for override in parsed}
+    return {section: value for section, value in values.items() if section not in chosen & set(GROUPS)}
 
 
 def _sweep_settings(parsed: Sequence[Override], scratch: Path | None) -> list[str]:

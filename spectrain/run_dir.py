@@ -48,7 +48,7 @@ class Stage:
 STAGES = (
     Stage("generate", ("responses",), "responses are generated again"),
     Stage("capture", ("states",), "states are captured again"),
-    Stage("fit", ("checkpoints", "drafter", "metrics.jsonl"), "the drafter is trained again"),
+    Stage("fit", ("checkpoints", "drafter", "metrics.jsonl"), "the drafter is trained again and replaced (another run.dir keeps it)"),
     Stage("eval", ("eval", "report.html"), "it is measured again"),
 )
 _STAGE_OF = {stage.name: stage for stage in STAGES}

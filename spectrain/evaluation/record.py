@@ -113,9 +113,10 @@ class EvaluationRecord(Conditions):
         return self.drafter is not None
 
     def file_name(self) -> str:
-        """Distinct for each (suite, engine, method, number of speculative tokens, temperature, draft policy, concurrency)."""
+        """Distinct for each (suite, engine, method, number of speculative tokens, temperature, draft policy, threshold, concurrency)."""
         parts = [self.suite, self.engine, self.method, f"n{self.num_speculative_tokens}", f"t{self.temperature:g}"]
-        parts += [self.draft_policy] if self.draft_policy != "fixed" else []
+        threshold = "" if self.draft_threshold is None else f"{self.draft_threshold:g}"
+        parts += [self.draft_policy + threshold] if self.draft_policy != "fixed" else []
         parts += [f"c{self.concurrency}"] if self.concurrency > 1 else []
         return re.sub(r"[^A-Za-z0-9._-]+", "_", "-".join(parts)) + ".json"
 

@@ -244,7 +244,7 @@ class _Example:
     def __init__(self, example: ExampleText) -> None:
         self.title, self.prompt, self.pieces = example.title, example.prompt, example.pieces
         accepted = sum(is_draft for _, is_draft in example.pieces)
-        facts = [f"{accepted} of {len(example.pieces)} tokens drafted"]
+        facts = [f"{accepted} of {len(example.pieces)} tokens are accepted drafts"]
         if example.acceptance_length is not None:
             facts.append(f"τ {number(example.acceptance_length)}")
         self.facts = " · ".join(facts)

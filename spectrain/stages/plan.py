@@ -234,14 +234,15 @@ def show_plan(context: Context, verb: str) -> None:
     config = context.config
     lines = [("run directory", str(context.run_dir.path)), ("target", f"{config.target.name}: {context.source.summary}")]
     if context.spec_or_none is not None:
-        spec, size = context.spec, config.drafter.draft_vocab_size or context.spec.vocab_size
+        spec = context.spec
         lines.append(("", f"{spec.num_layers} layers, hidden size {spec.hidden_size}, {spec.vocab_size:,} tokens, {context.dtype_name}"))
-        source = f"draft vocabulary of {size:,}" if config.drafter.path is None else f"from {config.drafter.path}"
-        lines.append(("drafter", f"{config.drafter.method}, taps {list(context.taps)}, {source}"))
+        lines += _drafter_lines(context, verb)
     if context.prompts_or_none is not None:
         lines.append(("prompts", f"{len(context.prompts.train):,} training, {len(context.prompts.heldout):,} held out"))
     if verb in ("eval", "run", "plan"):
         lines.append(("suite", f"{config.suite.name}: {config.suite.prompts}, at most {config.suite.max_prompts} prompts"))
+        batches, policies = (", ".join(map(str, several)) for several in (config.batch_sizes, config.draft_policies))
+        lines.append(("", f"conversations at a time: {batches}; draft policy: {policies}"))
     if context.spec_or_none is None:
         lines.append(("", "its dimensions are not known here, so neither are disk, memory and time"))
     lines += [("stage", str(decision)) for decision in _decisions(context, verb)]
@@ -252,6 +253,26 @@ def show_plan(context: Context, verb: str) -> None:
         table.add_row(name, text)
     stdout.print(table)
     say("everything that can be checked before work starts has been checked; nothing was written")
+
+
+def _drafter_lines(context: Context, verb: str) -> list[tuple[str, str]]:
+    """What is trained or measured, and how it drafts."""
+    from spectrain.drafters.folder import read_method, read_shape
+
+    config, folder = context.config, context.config.drafter.path
+    most = config.drafter.most_drafts
+    if verb == "eval":
+        folder = str(context.measured_drafter)
+    if folder is None:
+        method, size = config.drafter.method, config.drafter.draft_vocab_size or context.spec.vocab_size
+        lines = [("drafter", f"{method}, taps {list(context.taps)}, draft vocabulary of {size:,}")]
+    else:
+        shape = read_shape(folder, context.spec.default_taps())
+        most = getattr(shape, "num_drafts", None)
+        lines = [("drafter", f"{read_method(folder)}, taps {list(shape.taps)}, from {folder}")]
+    n = config.decoding.num_speculative_tokens
+    blocks = f" of the {most} that its blocks have" if most is not None and n < most else ""
+    return [*lines, ("", f"drafts {n} tokens a round{blocks}, judged at temperature {config.decoding.temperature:g}")]
 
 
 def _decisions(context: Context, verb: str) -> list[Decision]:

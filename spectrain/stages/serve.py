@@ -77,6 +77,8 @@ def serve(config: SpectrainConfig, given: Sequence[str], flags: Sequence[str] = 
 def serve_command(config: SpectrainConfig, given: Sequence[str], flags: Sequence[str] = ()) -> ServeCommand:
     """The command of ``serve``; everything that can be checked is checked. Arguments and errors as there."""
     keys = {override.partition("=")[0] for override in given}
+    if "decoding.draft_policy" in keys:
+        raise ConfigError("decoding.draft_policy is our own loop's: vLLM verifies all drafts of a round, so leave it out for serve")
     drafter = read_served(_drafter_path(config, keys))
     target, target_config = _target(config, drafter, keys)
     _check_fit(drafter, target, target_config)

@@ -91,7 +91,7 @@ def test_a_drafter_that_does_not_fit_the_target(capsys, workplace, verb, argumen
         ("logger.trackers=[pencil]", "logger.trackers: pencil is unknown"),
         ("logger.trackers=[swanlab]", "logger.trackers: swanlab is not installed: pip install swanlab"),
         ("target.path=nowhere/at/all", "target.path=nowhere/at/all is not a folder"),
-        ("drafter.path=nowhere", "drafter.path: nowhere holds no drafter (config.json is missing)"),
+        ("drafter.path=nowhere", "drafter.path=nowhere is no folder here: one from the Hub comes with `hf download nowhere"),
         ("suite.prompts=nowhere.jsonl", "suite.prompts: no prompt file nowhere.jsonl"),
         ("suite=jsonl", "suite.prompts is empty"),
         ("data.heldout=train.jsonl", "8 of its 8 prompts are training prompts too"),

@@ -149,7 +149,7 @@ def test_full_page_shows_everything():
         "3 draft tokens",
         "Say hello.",
         "τ 1.75",
-        "2 of 4 tokens drafted",
+        "2 of 4 tokens are accepted drafts",
     ):
         assert expected in text, expected
 
