@@ -27,7 +27,7 @@ _TEMPLATE_TOKENS = 16  # of a turn
 _VLLM_SEQUENCES = 256  # requests that vLLM runs together where nobody says
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Shares of the measured peak that a stage reaches. Decoding is bound by reading weights rather than by arithmetic, see _decode_s.
-_FORWARD_SHARE, _TRAIN_SHARE = 0.6, 0.35
+_FORWARD_SHARE, _TRAIN_SHARE = 0.6, 0.5
 
 
 @dataclass(frozen=True)
@@ -245,9 +245,10 @@ def show_plan(context: Context, verb: str) -> None:
         lines.append(("", f"conversations at a time: {batches}; draft policy: {policies}"))
     if context.spec_or_none is None:
         lines.append(("", "its dimensions are not known here, so neither are disk, memory and time"))
-    lines += [("stage", str(decision)) for decision in _decisions(context, verb)]
+    decisions = _decisions(context, verb)
+    lines += [("stage", str(decision)) for decision in decisions]
     if verb != "eval" and context.spec_or_none is not None and context.prompts_or_none is not None:
-        lines += _cost_lines(context)
+        lines += _cost_lines(context, verb, {decision.name for decision in decisions if decision.skip})
     table = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
     for name, text in lines:
         table.add_row(name, text)
@@ -282,20 +283,28 @@ def _decisions(context: Context, verb: str) -> list[Decision]:
     if context.source.folder is None or context.prompts_or_none is None:
         return []
     stages = {"generate": generate.decide, "capture": capture.decide, "fit": fit.decide}
-    upto = {"generate": 1, "capture": 2, "eval": 0}.get(verb, 3)
-    return [decide(context) for decide in list(stages.values())[:upto]]
+    return [decide(context) for name, decide in stages.items() if verb != "eval" and name in _stages_of(verb)]
 
 
-def _cost_lines(context: Context) -> list[tuple[str, str]]:
+def _stages_of(verb: str) -> list[str]:
+    """A stage brings those before it up to date."""
+    names = ["generate", "capture", "fit", "eval"]
+    return names[: names.index(verb) + 1] if verb in names else names
+
+
+def _cost_lines(context: Context, verb: str, skipped: set[str]) -> list[tuple[str, str]]:
     numbers = estimate(context)
-    seconds = stage_seconds(context, numbers, measure_speed(context))
+    every = stage_seconds(context, numbers, measure_speed(context))
+    seconds = {name: value for name, value in every.items() if name in _stages_of(verb) and name not in skipped}
     folder = context.data_dir.path
     while not folder.exists():
         folder = folder.resolve().parent
     free = shutil.disk_usage(folder).free
+    short = numbers.states_bytes > free and "capture" not in skipped
     return [
         ("tokens", f"at most {numbers.tokens:,}, of which {numbers.generated_tokens:,} generated"),
         ("disk", f"{_gb(numbers.states_bytes)} of states at most ({context.states_dtype}), {_gb(free)} free"),
+        *([("", "MORE THAN IS FREE: states.dtype=int8, data.max_train or sampling.max_new_tokens lower it")] if short else []),
         ("memory", f"target {_gb(numbers.target_bytes)}, training {_gb(numbers.train_bytes)}"),
         ("drafter", f"{numbers.drafter_parameters / 1e6:,.1f} M trained parameters"),
         (
