@@ -84,6 +84,7 @@ def decide(context: Context) -> Decision:
         fixed |= {"engine": digest_strings(asdict(config.engine)), "engine version": engine_version(context)}
         name += f"-{config.engine.name}"
     name += "" if config.decoding.draft_policy == FIXED else f"-{config.decoding.draft_policy}"
+    name += f"{config.decoding.threshold:g}" if config.decoding.draft_policy == THRESHOLD else ""
     record = context.run_dir.path / context.run_dir.outputs(name).get("record", "")
     return context.run_dir.decide(name, Inputs(fixed, {}), whole=record.is_file() and context.run_dir.report.is_file())
 

@@ -79,6 +79,8 @@ def serve_command(config: SpectrainConfig, given: Sequence[str], flags: Sequence
     keys = {override.partition("=")[0] for override in given}
     if "decoding.draft_policy" in keys:
         raise ConfigError("decoding.draft_policy is our own loop's: vLLM verifies all drafts of a round, so leave it out for serve")
+    if "speculative_config" in config.engine.args:
+        raise ConfigError("engine.args.speculative_config is set by serve, from the drafter's folder and decoding.num_speculative_tokens")
     drafter = read_served(_drafter_path(config, keys))
     target, target_config = _target(config, drafter, keys)
     _check_fit(drafter, target, target_config)

@@ -168,7 +168,8 @@ def test_file_names_differ_where_the_measurement_does():
         changed(num_speculative_tokens=4),
         changed(temperature=0.5),
         changed(temperature=1.0),
-        changed(draft_policy="threshold"),
+        changed(draft_policy="threshold", draft_threshold=0.3),
+        changed(draft_policy="threshold", draft_threshold=0.4),
         changed(concurrency=8),
     ]
     names = [build_record(c, [result("a", [1], 1.0)]).file_name() for c in same + different]

@@ -210,6 +210,13 @@ def test_nothing_to_serve(tmp_path):
         command(f"run.dir={tmp_path / 'none'}")
 
 
+def test_what_serve_cannot_do_is_refused_not_ignored(drafter):
+    with pytest.raises(ConfigError, match="vLLM verifies all drafts"):
+        command(f"drafter.path={drafter}", "decoding.draft_policy=threshold")
+    with pytest.raises(ConfigError, match="speculative_config is set by serve"):
+        command(f"drafter.path={drafter}", "engine.args.speculative_config={draft_sample_method: probabilistic}")
+
+
 # --- the target ------------------------------------------------------------------------------------------------------------------
 
 
