@@ -94,6 +94,9 @@ def test_quickstarts_plan_from_the_installed_package(
     assert "340 training, 40 held out" in out
     for text in ("GB of states", "memory target", "M trained parameters", "in all"):
         assert text in out
+    fewer = dry_run(capsys, f"recipe={recipe}", "decoding.num_speculative_tokens=2")
+    blocks = {"eagle3": "", "dflash": " of the 7 that its blocks have", "dspark": " of the 8 that its blocks have"}[method]
+    assert f"drafts 2 tokens a round{blocks}, judged at temperature 0" in fewer
 
 
 @pytest.mark.parametrize("recipe", BLOCK)
