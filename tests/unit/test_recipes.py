@@ -151,7 +151,7 @@ def test_figures_of_a_block_drafter(qwen3_8b: Path) -> None:
     outputs = 512 / 3072 * 16 * numbers.tokens
     context_flops = 6 * numbers.tokens * (5 * 4096 * 4096 + 5 * 2 * 4096 * 128 * 8)
     head_flops = 2 * 151936 * 4096 * (3 * outputs + numbers.generated_tokens)
-    expected = 6 * 340 / 380 * (context_flops + 6 * 5 * layer * outputs + head_flops) / (1e12 * 0.35)
+    expected = 6 * 340 / 380 * (context_flops + 6 * 5 * layer * outputs + head_flops) / (1e12 * 0.5)
     assert seconds["fit"] == pytest.approx(expected, rel=1e-6)
 
 
