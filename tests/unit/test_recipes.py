@@ -95,7 +95,7 @@ def test_quickstarts_plan_from_the_installed_package(
     for text in ("GB of states", "memory target", "M trained parameters", "in all"):
         assert text in out
     fewer = dry_run(capsys, f"recipe={recipe}", "decoding.num_speculative_tokens=2")
-    blocks = {"eagle3": "", "dflash": " of the 7 that its blocks have", "dspark": " of the 8 that its blocks have"}[method]
+    blocks = "" if method == "eagle3" else " of the 3 that its blocks have"
     assert f"drafts 2 tokens a round{blocks}, judged at temperature 0" in fewer
 
 
@@ -103,7 +103,7 @@ def test_quickstarts_plan_from_the_installed_package(
 def test_block_quickstarts(recipe: str) -> None:
     config = compose([f"recipe={recipe}"])
     drafter = config.drafter
-    assert (drafter.num_layers, drafter.block.block_size, drafter.most_drafts) == (2, 8, config.decoding.num_speculative_tokens)
+    assert (drafter.num_layers, drafter.most_drafts, config.decoding.num_speculative_tokens) == (2, 3, 3)
     assert ({name: weight for name, weight in drafter.loss.weights.items() if weight}, drafter.init) == ({"kl": 1.0}, "regression")
     assert drafter.taps == (2, 9, 16, 23, 30)
     assert config.engine.name == "hf"
