@@ -123,7 +123,8 @@ def test_a_changed_learning_rate_only_trains_again(spectrain, run_dir):
     weights = (run_dir / "drafter/model.safetensors").read_bytes()
     lines = spectrain("fit", "trainer.learning_rate=0.02")
     assert lines[:2] == ["generate: unchanged, skipped", "capture: unchanged, skipped"]
-    assert "fit: trainer.learning_rate changed from 0.01 to 0.02: the drafter is trained again" in lines
+    why = "fit: trainer.learning_rate changed from 0.01 to 0.02: the drafter is trained again and replaced (another run.dir keeps it)"
+    assert why in lines
     assert times(run_dir / "states") | times(run_dir / "responses") == before
     assert (run_dir / "drafter/model.safetensors").read_bytes() != weights
 
