@@ -18,7 +18,7 @@ from spectrain.config import EngineConfig
 from spectrain.console import say, stdout
 from spectrain.data.prompts import Conversation
 from spectrain.data.states import StoreMeta, bytes_per_token
-from spectrain.run_dir import Decision
+from spectrain.run_dir import STAGES, Decision
 from spectrain.stages.context import Context
 from spectrain.target.spec import TargetSpec
 
@@ -288,7 +288,7 @@ def _decisions(context: Context, verb: str) -> list[Decision]:
 
 def _stages_of(verb: str) -> list[str]:
     """A stage brings those before it up to date."""
-    names = ["generate", "capture", "fit", "eval"]
+    names = [stage.name for stage in STAGES]
     return names[: names.index(verb) + 1] if verb in names else names
 
 

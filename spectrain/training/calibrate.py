@@ -31,11 +31,8 @@ def calibrate_folder(
     eos_ids: Sequence[int],
     row_tokens: int,
 ) -> dict[str, Any]:
-    """Fit one temperature a draft slot and write them into the folder; returns what to log, nothing without a confidence head."""
-    drafter = load_drafter(folder)
-    if not drafter.has_confidence or not documents:
-        return {}
-    drafter.attach(head).to(device)
+    """Fit one temperature a draft slot of a drafter with a confidence head, write them into its folder and return what to log."""
+    drafter = load_drafter(folder).attach(head).to(device)
     with ProgressBar("calibrate", total=len(documents), unit="documents") as bar:
         said = evaluate_by_walk(drafter, store, documents, decoding, eos_ids, row_tokens, advance=bar.advance).confidence
     if said is None:

@@ -231,6 +231,8 @@ class Trainer:
 
     def _calibrate(self, step: int) -> None:
         """Let the best drafter's confidence head, where it has one, say what happens on all held-out documents."""
+        if not self.drafter.has_confidence or not self.all_heldout:
+            return
         if self.accelerator.is_main_process:
             options, head = self.config, self.drafter.head
             common = (self.store, self.all_heldout, options.decoding, self.eos_ids, options.trainer.row_tokens)
