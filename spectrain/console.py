@@ -7,6 +7,8 @@ Progress goes to stderr so that stdout stays clean for results. Without a termin
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 from rich.console import Console
@@ -78,3 +80,19 @@ class ProgressBar:
         left = (self._total - self._done) / rate if rate > 0 else float("inf")
         eta = f"{left:,.0f} s left" if left < 1e7 else "?"
         say(f"{self._title}: {self._done:,.0f}/{self._total:,.0f} {self._unit}, {rate:,.1f} {self._unit}/s, {eta} {self._note}".rstrip())
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Inside: no bars, errors only. Settings are put back as they were."""
+    from transformers.utils import logging
+
+    verbosity, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if had_bars:
+            logging.enable_progress_bar()

@@ -1,17 +1,17 @@
-"""Equipment for tests of block drafters: random ones of every kind, with their twins. Float64 unless said otherwise."""
+"""Equipment for tests of block drafters: random ones of every kind, with their reference implementations. Float64 unless said otherwise."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 import torch
-from block_twins import BlockTwin
-from drafter_tools import EPS, HIDDEN, THETA, Options, head_twin, random_head, random_vocab
+from block_reference import BlockTwin
+from drafter_tools import EPS, HIDDEN, THETA, Options, head_reference, random_head, random_vocab
 from torch import Tensor
 
-from spectrain.config import BlockConfig, LossConfig
-from spectrain.drafters.block.drafter import BlockDrafter
-from spectrain.drafters.block.shape import BlockShape, ConvShape, MarkovShape, SelectorShape
+from spectrain.config.drafter_schema import BlockConfig, LossConfig
+from spectrain.drafters.block.block_drafter import BlockDrafter
+from spectrain.drafters.block.block_shape import BlockShape, ConvShape, MarkovShape, SelectorShape
 from spectrain.drafters.layers import LayerShape
 from spectrain.target.head import TargetHead
 
@@ -107,12 +107,12 @@ def random_block_drafter(
     return drafter
 
 
-def block_twin_of(drafter: BlockDrafter) -> BlockTwin:
-    """A twin with weights of its own: float64 leaves that gather gradients."""
+def block_reference_of(drafter: BlockDrafter) -> BlockTwin:
+    """A reference implementation with weights of its own: float64 leaves that gather gradients."""
     shape = drafter.shape
     return BlockTwin(
         tensors={name: tensor.detach().double().clone().requires_grad_() for name, tensor in block_tensors(drafter).items()},
-        head=head_twin(drafter.head),
+        head=head_reference(drafter.head),
         draft_ids=drafter.vocab.ids_D.tolist(),
         num_layers=shape.num_layers,
         num_heads=shape.layer.num_attention_heads,

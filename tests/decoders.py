@@ -13,14 +13,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from spectrain.decoding.proposers import Proposal
-from spectrain.decoding.verify import Law, sample, truncated_log_probs
+from spectrain.decoding.sampling import SamplingParams, sample, truncated_log_probs
 from spectrain.target.families import head_math
 from spectrain.target.model import TargetModel
 from spectrain.target.spec import TargetSpec
 
 
 def float64_target(family: str, folder: Path, attn_implementation: str = "sdpa", seed: int = 0, **overrides: Any) -> TargetModel:
-    """A tiny target whose arithmetic is exact enough that no two paths through it disagree about an arg max."""
+    """A tiny target whose arithmetic is exact enough that no two paths through it disagree about an argmax."""
     tiny_target(family, folder, seed=seed, **overrides)
     # Eager experts: torch's grouped matrix product knows no float64.
     model = AutoModelForCausalLM.from_pretrained(
@@ -59,7 +59,7 @@ class PrefixProposer:
             if taps_BTAH is not None:
                 taps.append(taps_BTAH[b, : lengths_B[b]].clone())
 
-    def propose(self, cache: Any, anchor_B: Tensor, n: int, law: Law, generators: Any = None) -> Proposal:
+    def propose(self, cache: Any, anchor_B: Tensor, n: int, sampling: SamplingParams, generators: Any = None) -> Proposal:
         drafts = [self.draft([*ids, anchor], n) for (ids, _), anchor in zip(cache, anchor_B.tolist(), strict=True)]
         ids_Bn = torch.tensor([draft + [0] * (n - len(draft)) for draft in drafts])
         return Proposal(ids=ids_Bn, lengths=torch.tensor([len(draft) for draft in drafts]))
@@ -82,17 +82,17 @@ class BigramProposer:
     def observe(self, cache: int, ids_BT: Tensor, taps_BTAH: Tensor | None, lengths_B: Tensor) -> None:
         assert cache == len(ids_BT)
 
-    def propose(self, cache: int, anchor_B: Tensor, n: int, law: Law, generators: Sequence[torch.Generator] | None = None) -> Proposal:
-        table_VV = truncated_log_probs(self.logits_VV, law)
+    def propose(self, cache: int, anchor_B: Tensor, n: int, sampling: SamplingParams, generators: Sequence[torch.Generator] | None = None) -> Proposal:
+        table_VV = truncated_log_probs(self.logits_VV, sampling)
         uniforms_Bn = torch.zeros(len(anchor_B), n, dtype=torch.float64)
         if generators is not None:
             uniforms_Bn = torch.stack([torch.rand(n, generator=generator, dtype=torch.float64) for generator in generators])
-        previous_B, ids, laws = anchor_B, [], []
+        previous_B, ids, distributions = anchor_B, [], []
         for j in range(n):
-            laws.append(table_VV[previous_B])
-            previous_B = sample(laws[-1].exp(), uniforms_Bn[:, j])
+            distributions.append(table_VV[previous_B])
+            previous_B = sample(distributions[-1].exp(), uniforms_Bn[:, j])
             ids.append(previous_B)
-        return Proposal(ids=torch.stack(ids, 1), law=None if law.greedy else torch.stack(laws, 1))
+        return Proposal(ids=torch.stack(ids, 1), log_probs=None if sampling.greedy else torch.stack(distributions, 1))
 
     def select(self, cache: int, rows: Tensor) -> int:
         return len(rows)

@@ -1,4 +1,4 @@
-"""Equipment for drafter tests: random drafters with their twins, target heads, documents with states, stores and trainers, all tiny.
+"""Equipment for drafter tests: random drafters with their reference implementations, target heads, documents with states, stores and trainers, all tiny.
 
 Everything is float64 unless said otherwise, so that tolerances can be so small that no wrong number hides in them.
 """
@@ -15,19 +15,20 @@ import numpy as np
 import torch
 from accelerate.state import AcceleratorState
 from torch import Tensor
-from twins import Eagle3Twin, HeadTwin, TwinDocument
+from reference import Eagle3Twin, HeadTwin, TwinDocument
 
-from spectrain.config import DecodingConfig, LossConfig, SpectrainConfig, TrainerConfig
+from spectrain.config.drafter_schema import LossConfig
+from spectrain.config.schema import DecodingConfig, SpectrainConfig, TrainerConfig
+from spectrain.data.hidden_states import StoredHiddenStates, StoreMeta, TargetStates
+from spectrain.data.hidden_states_writer import HiddenStatesWriter
 from spectrain.data.packing import PackedBatch, pack_batch
-from spectrain.data.states import StateStore, StoreMeta, TargetStates
-from spectrain.data.states_writer import StateStoreWriter
 from spectrain.data.vocab import DraftVocab, full_vocab
+from spectrain.drafters.autoregressive import eagle3_drafter as drafter_module
+from spectrain.drafters.autoregressive.eagle3 import Eagle3Shape
+from spectrain.drafters.autoregressive.eagle3_drafter import Eagle3
+from spectrain.drafters.autoregressive.unroll import Columns
 from spectrain.drafters.layers import LayerShape
-from spectrain.drafters.losses import draft_loss
-from spectrain.drafters.recurrent import drafter as drafter_module
-from spectrain.drafters.recurrent.drafter import Eagle3
-from spectrain.drafters.recurrent.eagle3 import Eagle3Shape
-from spectrain.drafters.recurrent.unroll import Columns
+from spectrain.drafters.losses.fused import draft_loss
 from spectrain.target.families import FAMILIES, HeadMath
 from spectrain.target.head import TargetHead
 from spectrain.training.trainer import FitPaths, FitResult, Trainer
@@ -87,7 +88,7 @@ def random_head(family: str = "llama", vocab: int = VOCAB, seed: int = 100, dtyp
     return TargetHead(math, embed_VH.to(dtype), norm_H.to(dtype), (lm_head_VH * 0.6).to(dtype))
 
 
-def head_twin(head: TargetHead) -> HeadTwin:
+def head_reference(head: TargetHead) -> HeadTwin:
     """The same head by the numbers that act, for the two families used here."""
     gemma = head.math.soft_cap is not None
     return HeadTwin(
@@ -145,12 +146,12 @@ def tensors_of(drafter: Eagle3) -> dict[str, Tensor]:
     return {name.removeprefix("body."): parameter for name, parameter in drafter.named_parameters()}
 
 
-def twin_of(drafter: Eagle3) -> Eagle3Twin:
-    """A twin with weights of its own: float64 leaves that gather gradients."""
+def reference_of(drafter: Eagle3) -> Eagle3Twin:
+    """A reference implementation with weights of its own: float64 leaves that gather gradients."""
     shape = drafter.shape
     return Eagle3Twin(
         tensors={name: tensor.detach().double().clone().requires_grad_() for name, tensor in tensors_of(drafter).items()},
-        head=head_twin(drafter.head),
+        head=head_reference(drafter.head),
         draft_ids=drafter.vocab.ids_D.tolist(),
         num_layers=shape.num_layers,
         num_taps=len(shape.taps),
@@ -181,8 +182,8 @@ def random_document(
     mask_S = torch.tensor([int(m) for m in mask], dtype=torch.uint8)
     normalizer = None
     if head is not None:
-        twin = head_twin(head)
-        normalizer = torch.stack([torch.logsumexp(twin.logits(y), 0) for y in last_hidden])
+        reference = head_reference(head)
+        normalizer = torch.stack([torch.logsumexp(reference.logits(y), 0) for y in last_hidden])
         generated_next = torch.cat([mask_S[1:], mask_S.new_zeros(1)]) == 1
         normalizer = normalizer.where(generated_next, torch.nan)
     return TargetStates(
@@ -196,7 +197,7 @@ def random_document(
     )
 
 
-def as_twin_document(states: TargetStates) -> TwinDocument:
+def as_reference_document(states: TargetStates) -> TwinDocument:
     return TwinDocument(states.input_ids.tolist(), states.loss_mask.tolist(), states.taps.double(), states.last_hidden.double())
 
 
@@ -224,7 +225,7 @@ def students(drafter: Eagle3, batch: PackedBatch) -> dict[tuple[int, int], Tenso
 
 
 class MemoryStore:
-    """Documents in memory, in any dtype, where a ``StateStore`` is expected."""
+    """Documents in memory, in any dtype, where a ``StoredHiddenStates`` is expected."""
 
     def __init__(self, documents: Sequence[TargetStates]) -> None:
         self.documents = list(documents)
@@ -247,13 +248,13 @@ def as_dtype(states: TargetStates, dtype: torch.dtype) -> TargetStates:
     return replace(states, taps=states.taps.to(dtype), last_hidden=states.last_hidden.to(dtype), log_normalizer=normalizer)
 
 
-def write_store(folder: Path, documents: Sequence[TargetStates], taps: tuple[int, ...]) -> StateStore:
+def write_store(folder: Path, documents: Sequence[TargetStates], taps: tuple[int, ...]) -> StoredHiddenStates:
     """A real float32 store on disk."""
     meta = StoreMeta("tiny", "r", "c", "t", "p", tap_ids=taps, hidden_size=HIDDEN, dtype="float32")
-    with StateStoreWriter(folder, meta) as writer:
+    with HiddenStatesWriter(folder, meta) as writer:
         for states in documents:
             writer.add(as_dtype(states, torch.float32))
-    return StateStore(folder)
+    return StoredHiddenStates(folder)
 
 
 def trainer_config(decoding: DecodingConfig | None = None, **options: Any) -> SpectrainConfig:

@@ -22,20 +22,20 @@ from small_targets import capture
 from tiny import VOCAB_SIZE, tiny_target, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
-from spectrain.config import EngineConfig, TargetConfig
+from spectrain.config.schema import EngineConfig, TargetConfig
+from spectrain.data.hidden_states import TargetStates
 from spectrain.data.packing import pack_batch
-from spectrain.data.states import TargetStates
 from spectrain.data.vocab import DraftVocab, full_vocab
 from spectrain.decoding.loop import GenerationResult, speculative_generate
-from spectrain.decoding.verify import GREEDY
-from spectrain.drafters.folder import save_drafter
+from spectrain.decoding.sampling import GREEDY
+from spectrain.drafters.autoregressive.eagle3 import Eagle3Shape
+from spectrain.drafters.autoregressive.eagle3_drafter import Eagle3
+from spectrain.drafters.drafter_folder import save_drafter
 from spectrain.drafters.layers import LayerShape
-from spectrain.drafters.recurrent.drafter import Eagle3
-from spectrain.drafters.recurrent.eagle3 import Eagle3Shape
-from spectrain.engines.service import Answer, ServedRound
-from spectrain.engines.vllm_options import engine_args, environment
+from spectrain.engines.vllm.args import engine_args, environment
+from spectrain.engines.vllm.requests import Answer, ReportedRound
+from spectrain.engines.vllm.rounds import placed_rounds
 from spectrain.evaluation.parity import Played
-from spectrain.evaluation.served import placed_rounds
 from spectrain.target.families import head_math
 from spectrain.target.head import TargetHead
 from spectrain.target.model import TargetModel
@@ -190,10 +190,10 @@ def as_played(prompt: list[int], answer: Answer) -> Played:
     return Played(prompt, answer.ids, placed_rounds(len(prompt), answer))
 
 
-def as_rounds(played: Played) -> list[ServedRound]:
+def as_rounds(played: Played) -> list[ReportedRound]:
     """What a server would report of a play of ours."""
-    return [ServedRound(len(round_.drafts), round_.accepted, round_.drafts) for round_ in played.rounds]
+    return [ReportedRound(len(round_.drafts), round_.accepted, round_.drafts) for round_ in played.rounds]
 
 
 def as_answer(found: Mapping[str, Any]) -> Answer:
-    return Answer(**{**found, "rounds": [ServedRound(drafted, right, tuple(ids)) for drafted, right, ids in found["rounds"]]})
+    return Answer(**{**found, "rounds": [ReportedRound(drafted, right, tuple(ids)) for drafted, right, ids in found["rounds"]]})

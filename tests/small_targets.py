@@ -10,7 +10,7 @@ from decoders import float64_target
 from tiny import tiny_config, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
-from spectrain.data.states import TargetStates
+from spectrain.data.hidden_states import TargetStates
 from spectrain.target.families import head_math
 from spectrain.target.model import TargetModel
 from spectrain.target.spec import TargetSpec

@@ -22,23 +22,12 @@ import jinja2
 
 from spectrain.data.prompts import Conversation
 from spectrain.errors import InputError
+from spectrain.target.end_tokens import end_token_ids
 
 _EXCERPT_CHARS = 40
 _REJECTIONS = (jinja2.TemplateError, TypeError, ValueError)  # what a template raises, by its own word or by stumbling
 
 
-def end_token_ids(tokenizer: Any, generation_config: Any) -> tuple[int, ...]:
-    """Ids that end an answer, ascending: the generation config's and the tokenizer's, which is what vLLM stops at too.
-
-    Raises InputError if neither names one: generation would never stop.
-    """
-    own = getattr(generation_config, "eos_token_id", None)
-    ids = {own} if isinstance(own, int) else {int(token) for token in own or ()}
-    if tokenizer.eos_token_id is not None:
-        ids.add(tokenizer.eos_token_id)
-    if not ids:
-        raise InputError("the target names no end token: set eos_token_id in its generation_config.json")
-    return tuple(sorted(ids))
 
 
 class ChatTemplate:

@@ -1,7 +1,7 @@
 """Packing: whole documents into rows of a fixed number of tokens.
 
 Documents differ in length by an order of magnitude, so padding every document to the longest would waste most of a step. A row is a
-concatenation of whole documents of at most ``row_tokens`` tokens; nothing is padded and no document is split, so attention, positions
+concatenation of whole documents of at most ``packed_length`` tokens; nothing is padded and no document is split, so attention, positions
 and losses never have to look across a row's edge. A document longer than a row loses its tail (``truncated_tokens`` counts it).
 
 Costs: best fit by decreasing length is O(documents · log rows) once an epoch; building a batch copies its taps once.
@@ -19,18 +19,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spectrain.data.states import TargetStates
+from spectrain.data.hidden_states import TargetStates
 
 
 @dataclass(frozen=True)
 class Draw:
     """What random choices about a batch are drawn from: the step, and the documents' numbers in the store. Neither packing, nor ranks,
-    nor a resumed run changes them. ``row_tokens``: length of a row, of which each document has a share."""
+    nor a resumed run changes them. ``packed_length``: length of a row, of which each document has a share."""
 
     seed: int
     step: int
     documents: tuple[int, ...]
-    row_tokens: int
+    packed_length: int
 
 
 @dataclass
@@ -78,19 +78,19 @@ def pack_batch(documents: Sequence[TargetStates], max_tokens: int | None = None,
     )
 
 
-def truncated_tokens(lengths: Sequence[int], row_tokens: int) -> int:
+def truncated_tokens(lengths: Sequence[int], packed_length: int) -> int:
     """Tokens lost because their document is longer than a row."""
-    return int(np.maximum(np.asarray(lengths) - row_tokens, 0).sum())
+    return int(np.maximum(np.asarray(lengths) - packed_length, 0).sum())
 
 
-def pack_rows(lengths: Sequence[int], row_tokens: int, seed: int, epoch: int) -> list[list[int]]:
+def pack_rows(lengths: Sequence[int], packed_length: int, seed: int, epoch: int) -> list[list[int]]:
     """Rows of document indices, stateless in (seed, epoch): best fit by decreasing length, ties and row order shuffled.
 
-    Every document appears exactly once; the sum of a row's lengths (each counted as at most ``row_tokens``) never exceeds ``row_tokens``.
+    Every document appears exactly once; the sum of a row's lengths (each counted as at most ``packed_length``) never exceeds ``packed_length``.
     """
     rng = np.random.default_rng((seed, epoch))
     shuffled = rng.permutation(len(lengths))
-    clipped = np.minimum(np.asarray(lengths), row_tokens)
+    clipped = np.minimum(np.asarray(lengths), packed_length)
     rows: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (free tokens, row), ascending
     # A little noise on the length mixes which documents meet in a row from epoch to epoch, at no visible cost in fill.
@@ -98,7 +98,7 @@ def pack_rows(lengths: Sequence[int], row_tokens: int, seed: int, epoch: int) ->
     for index in shuffled[np.argsort(-noisy, kind="stable")].tolist():
         need = int(clipped[index])
         fit = bisect.bisect_left(room, (need, -1))
-        free, row = room.pop(fit) if fit < len(room) else (row_tokens, len(rows))
+        free, row = room.pop(fit) if fit < len(room) else (packed_length, len(rows))
         if row == len(rows):
             rows.append([])
         rows[row].append(index)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from spectrain.config import DataConfig
+from spectrain.config.schema import DataConfig
 from spectrain.errors import ConfigError, InputError
 
 _Kind = TypeVar("_Kind")

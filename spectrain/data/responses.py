@@ -21,7 +21,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from spectrain.config import SamplingConfig
+from spectrain.config.schema import SamplingConfig
 from spectrain.console import say
 from spectrain.data.prompts import Conversation, digest_json
 from spectrain.errors import InputError
@@ -47,7 +47,7 @@ def resolve_sampling(config: SamplingConfig, generation_config: Any = None) -> S
 
     The target samples by default if its generation config says ``do_sample``, or gives a temperature and does not deny it; otherwise
     it is greedy. Fields that greedy decoding does not read are set to their neutral values, so that changing them changes no key.
-    Penalties and other filters of the generation config are not applied (the output would no longer follow a law of the context
+    Penalties and other filters of the generation config are not applied (the output would no longer follow a distribution of the context
     alone that draft tokens can be verified against); the user is told.
     """
 

@@ -58,7 +58,7 @@ def build_vocab(
     """The ``size`` tokens most likely to be generated, judged by ``(input_ids, loss_mask)`` documents; ties go to the lower id.
 
     A few hundred documents hold only some thousand distinct tokens, and the rest of the vocabulary should not be filled at random: a token
-    scores its generated count, plus what the target expected to generate in the same places (``expected_V``: its law summed over
+    scores its generated count, plus what the target expected to generate in the same places (``expected_V``: its distribution summed over
     positions, in tokens), plus a little for occurring in prompts.
 
     Raises ConfigError where ``size`` exceeds the target's vocabulary.

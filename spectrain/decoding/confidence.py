@@ -1,12 +1,12 @@
 """How far a drafter's own confidence reaches: calibration, survival, and drafting no further than a threshold.
 
-A drafter with a confidence head says of each slot j how likely its draft stands, given that the drafts before it stood: c_j. The chance
+A drafter with a confidence head says of each slot j how likely its draft is accepted, given that the drafts before it were accepted: c_j. The chance
 that draft j becomes text at all is the *survival* a_j = c_1 · … · c_j. A head that was trained to order slots well still errs in the
 level, so each slot gets a temperature, c = σ(logit(c) / T), fitted from left to right so that the running product is right on held-out
 text (sequential temperature scaling, the DSpark paper).
 
-Cutting a draft short leaves the law of the output alone as long as keeping slot j is decided without looking at the draft in slot j or
-behind it: whoever is kept is then still drawn from the law that verification divides by. c_j depends on the anchor and the drafts before
+Cutting a draft short leaves the distribution of the output alone as long as keeping slot j is decided without looking at the draft in slot j or
+behind it: whoever is kept is then still drawn from the distribution that verification divides by. c_j depends on the anchor and the drafts before
 slot j only, survival falls with j, and the kept slots are a prefix: so "while survival is at least the threshold" is such a rule.
 
 Legend: B batch, R rounds, n or K draft slots.
@@ -15,7 +15,6 @@ Legend: B batch, R rounds, n or K draft slots.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from torch import Tensor
@@ -56,28 +55,8 @@ def survival(confidence_Bn: Tensor) -> Tensor:
     return confidence_Bn.cumprod(-1)
 
 
-class DraftPolicy(Protocol):
-    """How many of the drafts that were made are verified."""
-
-    def lengths(self, confidence_Bn: Tensor, drafted_B: list[int]) -> list[int]:
-        """Drafts to keep, at most ``drafted_B[b]`` of row b, from calibrated confidences [B, n].
-
-        Keeping slot j of a row may depend on that row's confidences up to slot j and on other rows, never on a later slot of the same row.
-        """
-        ...
 
 
-@dataclass(frozen=True)
-class ThresholdPolicy:
-    """Drafts are kept while their survival is at least ``threshold``."""
-
-    threshold: float
-
-    def lengths(self, confidence_Bn: Tensor, drafted_B: list[int]) -> list[int]:
-        survival_Bn = survival(confidence_Bn)
-        # Survival never rises from slot to slot, so counting the slots above the threshold finds the prefix.
-        kept_B = (survival_Bn >= self.threshold).sum(-1).tolist()
-        return [min(kept, drafted) for kept, drafted in zip(kept_B, drafted_B, strict=True)]
 
 
 # --- fitting and judging -----------------------------------------------------------------------------------------------------------
@@ -87,12 +66,12 @@ class ThresholdPolicy:
 class ConfidenceSamples:
     """What a drafter said in R rounds and what became of it.
 
-    confidence: [R, K] its own, uncalibrated. stood: [R, K], whether the drafts up to and with this slot stood, or how likely that was.
+    confidence: [R, K] its own, uncalibrated. were accepted: [R, K], whether the drafts up to and with this slot were accepted, or how likely that was.
     seen: [R, K], False for slots whose fate is unknown (not drafted, or beyond the end of the text).
     """
 
     confidence: np.ndarray
-    stood: np.ndarray
+    accepted: np.ndarray
     seen: np.ndarray
 
     @property
@@ -108,7 +87,7 @@ def fit_calibration(samples: ConfidenceSamples) -> Calibration:
     """A temperature per slot, from left to right: of those that do not raise the calibration error of the running product up to the slot,
     the one with the least cross-entropy.
 
-    Not simply the least calibration error, as in the paper: where about half of the drafts stand, a temperature so high that every
+    Not simply the least calibration error, as in the paper: where about half of the drafts are accepted, a temperature so high that every
     confidence becomes one half has hardly any, and leaves nothing by which a draft could be told from another. A slot that no round has
     seen keeps temperature 1. If the whole is not better than no calibration on the very samples it was fitted to (mean error over slots),
     nothing is calibrated.
@@ -120,7 +99,7 @@ def fit_calibration(samples: ConfidenceSamples) -> Calibration:
         seen_R = samples.seen[:, slot]
         temperature = 1.0
         if seen_R.any():
-            temperature = _fit_slot(before_R[seen_R], logit_RK[seen_R, slot], samples.stood[seen_R, slot])
+            temperature = _fit_slot(before_R[seen_R], logit_RK[seen_R, slot], samples.accepted[seen_R, slot])
         temperatures.append(temperature)
         before_R = before_R * _sigmoid(logit_RK[:, slot] / temperature)
     fitted = Calibration(tuple(temperatures))
@@ -129,15 +108,15 @@ def fit_calibration(samples: ConfidenceSamples) -> Calibration:
     return Calibration((1.0,) * samples.slots)
 
 
-def _fit_slot(before_R: np.ndarray, logit_R: np.ndarray, stood_R: np.ndarray) -> float:
+def _fit_slot(before_R: np.ndarray, logit_R: np.ndarray, accepted_R: np.ndarray) -> float:
     """The temperature of a slot whose confidences have these logits, before which drafts survive with chance ``before_R``."""
 
     def cost(temperature: float) -> float:
         survival_R = before_R * _sigmoid(logit_R / temperature)
-        allowed = calibration_error(survival_R, stood_R) <= most
-        return _cross_entropy(survival_R, stood_R) if allowed else np.inf
+        allowed = calibration_error(survival_R, accepted_R) <= most
+        return _cross_entropy(survival_R, accepted_R) if allowed else np.inf
 
-    most = calibration_error(before_R * _sigmoid(logit_R), stood_R)
+    most = calibration_error(before_R * _sigmoid(logit_R), accepted_R)
     # 1 comes first: of equal costs the first wins.
     best = min([1.0, *_COARSE], key=cost)
     return float(min([best, *(best * _FINE)], key=cost))
@@ -195,7 +174,7 @@ def auroc(score: np.ndarray, happened: np.ndarray) -> float:
 
 def _mean_error(samples: ConfidenceSamples, calibration: Calibration) -> float:
     predicted = samples.survival(calibration)
-    errors = [calibration_error(predicted[seen, k], samples.stood[seen, k]) for k, seen in enumerate(samples.seen.T) if seen.any()]
+    errors = [calibration_error(predicted[seen, k], samples.accepted[seen, k]) for k, seen in enumerate(samples.seen.T) if seen.any()]
     return float(np.mean(errors)) if errors else 0.0
 
 

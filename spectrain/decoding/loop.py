@@ -4,8 +4,8 @@ One round, with the anchor (the last committed token) at position a:
 
     proposer   drafts d_1 … d_n for positions a + 1 … a + n
     policy     keeps the leading drafts that are worth verifying (all of them, unless asked otherwise)
-    target     runs over [anchor, d_1 … d_n]; row j of its logits is the law of slot j + 1
-    verify     k drafts stand, and one more token follows them (the correction, or the bonus after n)
+    target     runs over [anchor, d_1 … d_n]; row j of its logits is the distribution of slot j + 1
+    verify     k drafts are accepted, and one more token follows them (the correction, or the bonus after n)
     observe    the proposer gets anchor, d_1 … d_k with the taps of that same pass; the new anchor is the token after them
 
 Plain decoding is the same loop with no drafts. Rows of a batch accept different counts and leave when they are done. Each prompt has its
@@ -25,12 +25,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spectrain.decoding.confidence import DraftPolicy
+from spectrain.decoding.acceptance import Round
+from spectrain.decoding.draft_policy import DraftPolicy
 from spectrain.decoding.proposers import Proposal, Proposer
-from spectrain.decoding.verify import GREEDY, Law, Verdict, verify
-from spectrain.evaluation.metrics import Round
-from spectrain.target.cache import open_cache
-from spectrain.target.cpu_attention import cpu_attention
+from spectrain.decoding.sampling import GREEDY, SamplingParams
+from spectrain.decoding.verify import Verdict, verify
+from spectrain.target.cpu_kernels import cpu_attention
+from spectrain.target.kv_cache import open_cache
 from spectrain.target.model import TargetModel, TargetOutput
 
 
@@ -67,23 +68,23 @@ def speculative_generate(
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int | Sequence[int],
     n: int,
-    law: Law,
+    sampling: SamplingParams,
     eos_ids: Sequence[int] = (),
     seed: int = 0,
     *,
-    draft_law: Law = GREEDY,
+    draft_sampling: SamplingParams = GREEDY,
     policy: DraftPolicy | None = None,
     batch_size: int | None = None,
     streams: Sequence[int] | None = None,
     on_tokens: Callable[[int], None] | None = None,
 ) -> Generation:
-    """Answers to prompts, distributed exactly as the target's own under ``law``.
+    """Answers to prompts, distributed exactly as the target's own under ``sampling``.
 
     Args:
         proposer: who drafts; ``None`` decodes plainly (n is then without effect).
         max_new_tokens: per answer, at least 1; one number or one per prompt.
         n: drafts per round.
-        draft_law: greedy for arg-max drafts (one-hot law, lossless at every temperature), else what drafts are drawn from.
+        draft_sampling: greedy for argmax drafts (one-hot distribution, lossless at every temperature), else what drafts are drawn from.
         policy: how many drafts of each row are verified, by the proposer's confidence; ``None``: all.
         batch_size: prompts decoded together; ``None``: all.
         streams: number of each prompt's random stream under ``seed``; ``None``: its index.
@@ -94,7 +95,7 @@ def speculative_generate(
     if any(len(prompt) == 0 for prompt in prompts) or any(limit < 1 for limit in limits):
         raise ValueError("every prompt needs at least one token, and room for at least one more")
     rows = [_Row(list(prompt), limit, _generator(seed, stream)) for prompt, limit, stream in zip(prompts, limits, streams, strict=True)]
-    settings = _Settings(0 if proposer is None else n, law, draft_law, frozenset(eos_ids), on_tokens, policy)
+    settings = _Settings(0 if proposer is None else n, sampling, draft_sampling, frozenset(eos_ids), on_tokens, policy)
     batch = batch_size or max(len(rows), 1)
     timing = LoopTiming()
     for first in range(0, len(rows), batch):
@@ -107,8 +108,8 @@ class _Settings:
     """What holds for all rows."""
 
     n: int
-    law: Law
-    draft_law: Law
+    sampling: SamplingParams
+    draft_sampling: SamplingParams
     eos_ids: frozenset[int]
     on_tokens: Callable[[int], None] | None
     policy: DraftPolicy | None
@@ -148,10 +149,10 @@ class _Row:
     ) -> None:
         anchor = self.anchor
         kept = self.commit([*drafts[:accepted], next_token], eos_ids)
-        stood = min(kept, accepted)
-        # The text ends on an accepted draft with further slots undecided: a reader of the text cannot tell how many would have stood.
-        cut = self.finish_reason == "length" and kept == stood < len(drafts)
-        self.rounds.append(Round(anchor=anchor, drafted=len(drafts), accepted=stood, cut=cut, drafts=tuple(drafts), confidence=confidence))
+        accepted = min(kept, accepted)
+        # The text ends on an accepted draft with further slots undecided: a reader of the text cannot tell how many would have been accepted.
+        cut = self.finish_reason == "length" and kept == accepted < len(drafts)
+        self.rounds.append(Round(anchor=anchor, drafted=len(drafts), accepted=accepted, cut=cut, drafts=tuple(drafts), confidence=confidence))
 
 
 class _Batch:
@@ -199,9 +200,9 @@ class _Batch:
         anchor_B = torch.tensor([row.answer[-1] for row in self.rows], device=self.target.device)
         if self.proposer is None:
             return Proposal(ids=anchor_B[:, None][:, :0])
-        draft_law = self.settings.draft_law
-        generators = None if draft_law.greedy else [row.generator for row in self.rows]
-        proposal = self.proposer.propose(self.draft_cache, anchor_B, self.settings.n, draft_law, generators)
+        draft_sampling = self.settings.draft_sampling
+        generators = None if draft_sampling.greedy else [row.generator for row in self.rows]
+        proposal = self.proposer.propose(self.draft_cache, anchor_B, self.settings.n, draft_sampling, generators)
         return proposal if self.settings.policy is None else _shortened(proposal, self.settings.policy)
 
     def _verify(self, proposal: Proposal) -> tuple[Tensor, TargetOutput, list[int]]:
@@ -209,7 +210,7 @@ class _Batch:
         lengths = [proposal.ids.shape[1]] * len(self.rows) if proposal.lengths is None else proposal.lengths.tolist()
         longest = max(lengths)
         draft_ids = proposal.ids[:, :longest]
-        draft_log_probs = None if proposal.law is None else proposal.law[:, :longest]
+        draft_log_probs = None if proposal.log_probs is None else proposal.log_probs[:, :longest]
         anchor_B1 = torch.tensor([[row.answer[-1]] for row in self.rows], device=self.target.device)
         ids_BT = torch.cat([anchor_B1, draft_ids.to(anchor_B1.device)], dim=1)
         output = self.cache.forward(ids_BT, [length + 1 for length in lengths], self.taps)
@@ -227,12 +228,12 @@ class _Batch:
 
     def _judge(self, draft_ids: Tensor, draft_log_probs: Tensor | None, last_hidden_BmH: Tensor, lengths_B: Tensor | None) -> Verdict:
         uniforms_Bm = None
-        if not self.settings.law.greedy:
+        if not self.settings.sampling.greedy:
             # n + 1 numbers whatever the longest row drafted: a row's stream must not depend on its neighbours.
             drawn = torch.stack([torch.rand(self.settings.n + 1, generator=row.generator, dtype=torch.float64) for row in self.rows])
             uniforms_Bm = drawn[:, : draft_ids.shape[1] + 1]
         logits_BmV = self._logits(last_hidden_BmH, lengths_B)
-        return verify(draft_ids, draft_log_probs, logits_BmV, self.settings.law, uniforms_Bm, lengths_B)
+        return verify(draft_ids, draft_log_probs, logits_BmV, self.settings.sampling, uniforms_Bm, lengths_B)
 
     def _logits(self, last_hidden_BmH: Tensor, lengths_B: Tensor | None) -> Tensor:
         """Logits of anchors and drafts; zeros where a row has no draft, because the head costs as much as many layers."""

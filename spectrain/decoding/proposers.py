@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spectrain.decoding.verify import Law
+from spectrain.decoding.sampling import SamplingParams
 from spectrain.errors import ConfigError
 
 
@@ -24,16 +24,16 @@ from spectrain.errors import ConfigError
 class Proposal:
     """The drafts of one round.
 
-    ids: [B, n'] with n' ≤ the n asked for. law: log-probabilities [B, n', V] in the target's vocabulary that each draft was drawn from, or
-    ``None`` when the drafts were chosen, not drawn (a one-hot law). lengths: [B] drafts per row when rows differ (the rest of a row is
+    ids: [B, n'] with n' ≤ the n asked for. log_probs: log-probabilities [B, n', V] in the target's vocabulary that each draft was drawn from, or
+    ``None`` when the drafts were chosen, not drawn (a one-hot distribution). lengths: [B] drafts per row when rows differ (the rest of a row is
     padding), or ``None`` when every row has n'.
 
-    confidence: [B, n'] in (0, 1), how likely each draft stands if those before it do (calibrated, where the drafter has been), or ``None``.
-    Entry j is made from what is known before draft j is chosen: otherwise cutting drafts short by it would change the law of the output.
+    confidence: [B, n'] in (0, 1), how likely each draft is accepted if those before it do (calibrated, where the drafter has been), or ``None``.
+    Entry j is made from what is known before draft j is chosen: otherwise cutting drafts short by it would change the distribution of the output.
     """
 
     ids: Tensor
-    law: Tensor | None = None
+    log_probs: Tensor | None = None
     confidence: Tensor | None = None
     lengths: Tensor | None = None
 
@@ -58,10 +58,10 @@ class Proposer(Protocol):
         """
         ...
 
-    def propose(self, cache: Any, anchor_B: Tensor, n: int, law: Law, generators: Sequence[torch.Generator] | None = None) -> Proposal:
+    def propose(self, cache: Any, anchor_B: Tensor, n: int, sampling: SamplingParams, generators: Sequence[torch.Generator] | None = None) -> Proposal:
         """Drafts for the n tokens after the anchor, the last committed token, whose own taps do not exist yet.
 
-        A greedy ``law`` asks for arg-max drafts (``Proposal.law`` is ``None``); any other asks for drafts drawn from the drafter's law
+        A greedy ``sampling`` asks for argmax drafts (``Proposal.log_probs`` is ``None``); any other asks for drafts drawn from the drafter's distribution
         under the same temperature and truncation. Row b then draws from ``generators[b]`` alone (on the CPU), so that what it drafts does
         not depend on the other rows.
         """
@@ -94,7 +94,7 @@ class NGramProposer:
             text.extend(ids[:length])
 
     def propose(
-        self, cache: list[list[int]], anchor_B: Tensor, n: int, law: Law, generators: Sequence[torch.Generator] | None = None
+        self, cache: list[list[int]], anchor_B: Tensor, n: int, sampling: SamplingParams, generators: Sequence[torch.Generator] | None = None
     ) -> Proposal:
         drafts = [self.lookup([*text, anchor], n) for text, anchor in zip(cache, anchor_B.tolist(), strict=True)]
         lengths = [len(draft) for draft in drafts]

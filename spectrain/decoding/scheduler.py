@@ -7,8 +7,8 @@ those that are nearly certain.
 
 **The first fall ends it, even if throughput would rise again further on.** A later pair may be the next slot of the same row, whose
 confidence depends on the draft in the slot under decision: looking there before deciding would make the kept drafts a biased sample, and
-verification would no longer return the target's law. Admitting in descending order and stopping at once decides each slot from what lies
-before it (survival falls along a row, so a row's slots come in order), and leaves the law as it was.
+verification would no longer return the target's distribution. Admitting in descending order and stopping at once decides each slot from what lies
+before it (survival falls along a row, so a row's slots come in order), and leaves the distribution as it was.
 
 The cost of a step is measured once, on the machine at hand, before the first prompt, and saved with the results.
 
@@ -28,9 +28,10 @@ from torch import Tensor
 
 from spectrain.decoding.confidence import survival
 from spectrain.decoding.proposers import Proposer
-from spectrain.decoding.verify import GREEDY, verify
-from spectrain.target.cache import TargetCache, open_cache
-from spectrain.target.cpu_attention import cpu_attention
+from spectrain.decoding.sampling import GREEDY
+from spectrain.decoding.verify import verify
+from spectrain.target.cpu_kernels import cpu_attention
+from spectrain.target.kv_cache import TargetCache, open_cache
 from spectrain.target.model import TargetModel
 
 CONTEXT_TOKENS = 128  # text before the drafts while the cost is measured

@@ -1,4 +1,4 @@
-"""What every drafter offers: losses for training, scores for the walk, and a cache with ``observe`` and ``propose`` for decoding.
+"""What every drafter offers: losses for training, scores for the simulation, and a cache with ``observe`` and ``propose`` for decoding.
 
 ``observe`` and ``propose`` mirror what a server does with a drafter: verified tokens enter with the target's features, and drafting
 leaves no trace.
@@ -14,14 +14,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from spectrain.config import LOSS_NAMES, LossConfig
+from spectrain.config.drafter_schema import LOSS_NAMES, LossConfig
 from spectrain.data.packing import PackedBatch
 from spectrain.data.vocab import DraftVocab
 from spectrain.decoding.proposers import Proposal
-from spectrain.decoding.verify import Law
+from spectrain.decoding.sampling import SamplingParams
+from spectrain.drafters.foreign_checkpoints import Copies
 from spectrain.drafters.layers import LayerShape
-from spectrain.drafters.layouts import Copies
-from spectrain.drafters.losses import LossSums, Teacher
+from spectrain.drafters.losses.fused import LossSums, Teacher
 from spectrain.target.head import TargetHead
 
 Batches = Callable[[], Iterable[PackedBatch]]  # the same ones at every call
@@ -131,7 +131,7 @@ class Drafter(nn.Module, ABC):
         return self
 
     def teacher(self, batch: PackedBatch, teacher_U: Tensor) -> Teacher:
-        """The target's laws at the flat positions ``teacher_U`` of a batch."""
+        """The target's distributions at the flat positions ``teacher_U`` of a batch."""
         return Teacher(
             head=self.head,
             last_hidden_UH=batch.last_hidden_TH[teacher_U],
@@ -161,12 +161,12 @@ class Drafter(nn.Module, ABC):
         """Loss sums and counts of a packed batch."""
 
     @abstractmethod
-    def start(self, batches: Batches, advance: Advance = lambda percent: None) -> int:
-        """Solve for a start in closed form on training documents; returns the places of the text used, 0 if it cannot be solved."""
+    def closed_form_init(self, batches: Batches, advance: Advance = lambda percent: None) -> int:
+        """Solve for closed-form initialisation on training documents; returns the places of the text used, 0 if it cannot be solved."""
 
     @abstractmethod
-    def score(self, batch: PackedBatch, num_tokens: int, law: Law, draft_law: Law) -> DraftScores:
-        """Acceptance of the document's own tokens under the target's sampling law, teacher forced (input of the walk)."""
+    def score(self, batch: PackedBatch, num_tokens: int, sampling: SamplingParams, draft_sampling: SamplingParams) -> DraftScores:
+        """Acceptance of the document's own tokens under the target's sampling distribution, teacher forced (input of the simulation)."""
 
     @abstractmethod
     def new_cache(self, batch_size: int) -> Any: ...
@@ -176,10 +176,10 @@ class Drafter(nn.Module, ABC):
         """Take in verified tokens and the target's taps at the same positions. Rows are padded on the right; row b has ``lengths_B[b]``."""
 
     @abstractmethod
-    def propose(self, cache: Any, anchor_B: Tensor, n: int, law: Law, generators: Sequence[torch.Generator] | None = None) -> Proposal:
+    def propose(self, cache: Any, anchor_B: Tensor, n: int, sampling: SamplingParams, generators: Sequence[torch.Generator] | None = None) -> Proposal:
         """Draft n tokens behind the committed ``anchor_B``, whose taps do not exist yet. Leaves the cache as it was.
 
-        A greedy ``law`` drafts arg maxes; any other draws, row b from ``generators[b]`` alone.
+        A greedy ``sampling`` drafts argmax; any other draws, row b from ``generators[b]`` alone.
         """
 
     @abstractmethod

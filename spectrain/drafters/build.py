@@ -2,7 +2,7 @@
 
 With a few hundred documents, where a drafter starts decides how far it gets. Parts of the target that do nearly the same job are copied:
 the head's rows, the final norm, and the last layer's MLP. All gains are plain in a drafter, whatever the family's convention. Then
-``recurrent/regression.py`` solves for the rest in closed form, if the configuration says so (``drafter.init``).
+``autoregressive/eagle3_init.py`` solves for the rest in closed form, if the configuration says so (``drafter.init``).
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from spectrain.config import DrafterConfig
+from spectrain.config.drafter_schema import DrafterConfig
 from spectrain.data.vocab import DraftVocab
+from spectrain.drafters.autoregressive.eagle3 import Eagle3Shape
+from spectrain.drafters.autoregressive.eagle3_drafter import Eagle3
 from spectrain.drafters.base import Drafter, DrafterShape
-from spectrain.drafters.block.drafter import BlockDrafter
-from spectrain.drafters.block.start import block_shape, copy_from_target
-from spectrain.drafters.folder import load_drafter
+from spectrain.drafters.block.block_build import block_shape, copy_from_target
+from spectrain.drafters.block.block_drafter import BlockDrafter
+from spectrain.drafters.drafter_folder import load_drafter
+from spectrain.drafters.init_from_target import MLP_NORMS, copy_weights, mlp_norm, read_layer
 from spectrain.drafters.layers import LayerShape, RMSNorm
-from spectrain.drafters.recurrent.drafter import Eagle3
-from spectrain.drafters.recurrent.eagle3 import Eagle3Shape
-from spectrain.drafters.target_layers import MLP_NORMS, copy_weights, mlp_norm, read_layer
 from spectrain.errors import ConfigError
 from spectrain.target.head import TargetHead
 from spectrain.target.spec import TargetSpec
@@ -111,7 +111,7 @@ def build_drafter(
     shape = drafter_shape(config, spec, mask_token_id)
     drafter: Drafter
     if isinstance(shape, Eagle3Shape):
-        drafter = Eagle3(shape, vocab, config.unroll_steps, config.loss, config.attention)
+        drafter = Eagle3(shape, vocab, config.ttt_steps, config.loss, config.attention)
     else:
         drafter = BlockDrafter(shape, vocab, config.block, config.loss, config.attention)  # type: ignore[arg-type]
     _initialise(drafter, seed)
@@ -134,7 +134,7 @@ def continue_drafter(config: DrafterConfig, head: TargetHead, usual_taps: Sequen
     drafter.float().train()
     drafter.loss, drafter.attention = config.loss, config.attention
     if isinstance(drafter, Eagle3):
-        drafter.steps = config.unroll_steps
+        drafter.steps = config.ttt_steps
     elif isinstance(drafter, BlockDrafter):
         drafter.options = replace(config.block, block_size=drafter.shape.block_size)
     _finish(drafter, config, head)

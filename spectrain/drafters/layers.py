@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from spectrain.drafters.fields import positive, whole
+from spectrain.drafters.field_checks import positive, whole
 
 
 @dataclass(frozen=True)

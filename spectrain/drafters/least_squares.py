@@ -1,4 +1,4 @@
-"""Least squares from sums: what the closed-form starts are solved with. S rows, I inputs, O outputs."""
+"""Least squares from sums: what the closed-form initialisations are solved with. S rows, I inputs, O outputs."""
 
 from __future__ import annotations
 

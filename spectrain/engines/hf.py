@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from spectrain.config import EngineConfig
-from spectrain.data.chat import ChatTemplate, end_token_ids
+from spectrain.config.schema import EngineConfig
+from spectrain.data.chat import ChatTemplate
+from spectrain.data.hidden_states import TargetStates
 from spectrain.data.prompts import Conversation
 from spectrain.data.responses import Response, Sampling, response_key
-from spectrain.data.states import TargetStates
 from spectrain.engines.hf_capture import capture_states
 from spectrain.engines.hf_generate import ResponseGenerator
+from spectrain.target.end_tokens import end_token_ids
 from spectrain.target.head import TargetHead
 from spectrain.target.model import TargetModel
 from spectrain.target.resolve import ResolvedTarget

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import create_masks_for_generate
 
+from spectrain.data.hidden_states import TargetStates, as_stored
 from spectrain.data.responses import Response
-from spectrain.data.states import TargetStates, as_stored
-from spectrain.engines.selfcheck import check_states
-from spectrain.target.cpu_attention import cpu_attention
+from spectrain.engines.check_states import check_states
+from spectrain.target.cpu_kernels import cpu_attention
 from spectrain.target.head import TargetHead
 from spectrain.target.model import TargetModel
 

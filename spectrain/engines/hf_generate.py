@@ -23,10 +23,10 @@ from torch import Tensor
 from spectrain.data.chat import ChatTemplate
 from spectrain.data.prompts import Conversation
 from spectrain.data.responses import Response, Sampling
-from spectrain.decoding.verify import Law, sample, truncated_log_probs
-from spectrain.engines.turns import Dialogue, Turns
-from spectrain.target.cache import TargetCache, open_cache
-from spectrain.target.cpu_attention import cpu_attention
+from spectrain.decoding.sampling import SamplingParams, sample, truncated_log_probs
+from spectrain.engines.conversations import Dialogue, Turns
+from spectrain.target.cpu_kernels import cpu_attention
+from spectrain.target.kv_cache import TargetCache, open_cache
 from spectrain.target.model import TargetModel
 
 
@@ -63,7 +63,7 @@ class ResponseGenerator:
         on_tokens: Callable[[int], None] | None = None,
     ) -> None:
         self._target, self._turns = target, Turns(DrawnDialogue, template, end_ids, sampling, max_length)
-        self._sampling, self._law = sampling, Law(sampling.temperature, sampling.top_p, sampling.top_k)
+        self._sampling, self._params = sampling, SamplingParams(sampling.temperature, sampling.top_p, sampling.top_k)
         self._batch_size, self._prefill_tokens, self._on_tokens = batch_size, prefill_tokens, on_tokens
 
     def prepare(self, conversations: Sequence[tuple[Conversation, str]], keys: Sequence[str]) -> list[DrawnDialogue]:
@@ -133,11 +133,11 @@ class ResponseGenerator:
 
     def _draw(self, rows: list[DrawnDialogue], last_hidden_BH: Tensor) -> None:
         logits_BV = self._target.logits(last_hidden_BH)
-        if self._law.greedy:
+        if self._params.greedy:
             tokens_B = logits_BV.argmax(-1)
         else:
             uniforms_B = torch.stack([row.next_uniform() for row in rows]).to(logits_BV.device)
-            tokens_B = sample(truncated_log_probs(logits_BV, self._law).exp(), uniforms_B)
+            tokens_B = sample(truncated_log_probs(logits_BV, self._params).exp(), uniforms_B)
         for row, token in zip(rows, tokens_B.tolist(), strict=True):
             row.commit(token, self._turns.end_ids)
         if self._on_tokens is not None:

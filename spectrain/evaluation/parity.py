@@ -1,10 +1,10 @@
 """Parity: does the server draft, and accept, what our own decoding does?
 
-Both decode the same prompts greedily with the same drafter. Their rounds are compared one by one: the drafts, how many of them stood, and
+Both decode the same prompts greedily with the same drafter. Their rounds are compared one by one: the drafts, how many of them were accepted, and
 the token behind. While both texts agree, a server's round is held against our loop's round at the same anchor. Rounding may part them:
 
-* two tokens tie for the arg max of a draft slot: the round counts as a near-tie, and so do later drafts of the same round;
-* two tokens tie for the target's arg max: from there on the texts differ.
+* two tokens tie for the argmax of a draft slot: the round counts as a near-tie, and so do later drafts of the same round;
+* two tokens tie for the target's argmax: from there on the texts differ.
 
 Wherever our loop has no round at the server's anchor, because one of these happened before, our drafter is led along the server's own
 text (``replay.py``) and drafts there, so no round goes uncompared. What is a tie is looked up: the two logits must lie closer together
@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from spectrain.decoding.acceptance import AcceptanceStats, Round, acceptance
 from spectrain.drafters.base import Drafter
-from spectrain.evaluation.metrics import AcceptanceStats, Round, acceptance
 from spectrain.evaluation.replay import Follower, Text
 from spectrain.target.model import TargetModel
 
@@ -166,7 +166,7 @@ class _Comparison:
         return self._target_difference(number, served)
 
     def _target_difference(self, number: int, served: Round) -> Difference | None:
-        """Each of the round's tokens in the text must be the target's arg max there, and the accepted drafts must be those tokens."""
+        """Each of the round's tokens in the text must be the target's argmax there, and the accepted drafts must be those tokens."""
         last = min(served.anchor + served.accepted, len(self.text.ids) - 2)
         same = last + 1 < self.agreed and served.anchor in self.own_at and self.own_at[served.anchor].accepted == served.accepted
         if same:

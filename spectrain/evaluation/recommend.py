@@ -1,8 +1,8 @@
 """How many tokens to draft: what evaluation measured, and what follows from it for shorter rounds.
 
-A round of n drafts commits τ(n) = 1 + Σ_{j≤n} s_j tokens, where s_j is the share of rounds in which j drafts stood, and costs n drafting
+A round of n drafts commits τ(n) = 1 + Σ_{j≤n} s_j tokens, where s_j is the share of rounds in which j drafts were accepted, and costs n drafting
 steps and one pass of the target over n + 1 tokens. The best n is the one with the most tokens per second. Where it was measured, the
-measurement counts. For a recurrent drafter a shorter round is the beginning of a longer one, so s_j is the same for it, and its costs lie
+measurement counts. For an autoregressive drafter a shorter round is the beginning of a longer one, so s_j is the same for it, and its costs lie
 between those of the measured round and of decoding without drafts; a block drafter's shorter block is another drafter, of which nothing
 is known without a measurement.
 """
@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from spectrain.evaluation.record import EvaluationRecord
+from spectrain.evaluation.records import EvaluationRecord
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Recommendation:
     reason: str
 
 
-def recommend(records: Sequence[EvaluationRecord], recurrent: bool) -> Recommendation | None:
+def recommend(records: Sequence[EvaluationRecord], autoregressive: bool) -> Recommendation | None:
     """The number of drafts with the most tokens per second, or None without a record.
 
     records: of one drafter. Figures are compared only within one suite, engine, temperature and concurrency; vLLM's own come before
@@ -42,7 +42,7 @@ def recommend(records: Sequence[EvaluationRecord], recurrent: bool) -> Recommend
     has_baseline = all(record.speedup is not None for record in group.values())
     gains = {n: _gain(record, has_baseline) for n, record in group.items()}
     source = max((n for n, record in group.items() if _has_costs(record)), default=None)
-    if recurrent and source is not None:
+    if autoregressive and source is not None:
         gains = _shorter(group[source], gains[source]) | gains
     best = min(gains, key=lambda n: (-gains[n], n))
     record = group[best if best in group or source is None else source]

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from spectrain.decoding.acceptance import Round
 from spectrain.decoding.confidence import Calibration, ConfidenceSamples, auroc, reliability
-from spectrain.evaluation.metrics import Round
-from spectrain.training.confidence_eval import error_per_position, loop_samples
+from spectrain.decoding.confidence_samples import error_per_position, loop_samples
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class ConfidenceStats:
     """How a drafter's confidence compares with what happened, in ``rounds`` rounds of the decoding loop.
 
     Per position: ece, the expected calibration error of the predicted survival up to this position, and raw_ece, the same without
-    calibration; auroc, the chance that confidence tells a draft that stood from one that did not, among rounds that got so far. bins and
+    calibration; auroc, the chance that confidence tells a draft that were accepted from one that did not, among rounds that got so far. bins and
     raw_bins: (mean prediction, share that came true, number) of the predicted survivals of all positions, for a reliability diagram.
     """
 
@@ -45,13 +45,13 @@ def confidence_stats(rounds: Sequence[Round], n: int, temperatures: Sequence[flo
 
 
 def _auroc(samples: ConfidenceSamples, slot: int) -> float:
-    reached_R = samples.seen[:, slot] & (samples.stood[:, slot - 1] > 0 if slot else True)
-    return auroc(samples.confidence[reached_R, slot], samples.stood[reached_R, slot])
+    reached_R = samples.seen[:, slot] & (samples.accepted[:, slot - 1] > 0 if slot else True)
+    return auroc(samples.confidence[reached_R, slot], samples.accepted[reached_R, slot])
 
 
 def _bins(samples: ConfidenceSamples, calibration: Calibration) -> tuple[tuple[float, float, int], ...]:
     predicted = samples.survival(calibration)
-    found = reliability(predicted[samples.seen], samples.stood[samples.seen])
+    found = reliability(predicted[samples.seen], samples.accepted[samples.seen])
     return tuple((one.predicted, one.happened, one.count) for one in found)
 
 

@@ -15,12 +15,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from spectrain.decoding.verify import GREEDY, Law
+from spectrain.decoding.sampling import GREEDY, SamplingParams
 from spectrain.drafters.base import Drafter
 from spectrain.target.model import TargetModel
 
-# Drafts drawn so cold are arg maxes, unless two tokens tie within rounding; the law that comes with them holds the logits, divided by it.
-_COLD = Law(temperature=1e-3)
+# Drafts drawn so cold are argmax, unless two tokens tie within rounding; the distribution that comes with them holds the logits, divided by it.
+_COLD = SamplingParams(temperature=1e-3)
 _TRIES = 16  # draws, until the drafts before a slot are the wanted ones: one is enough but where such a tie lies before it
 
 
@@ -58,7 +58,7 @@ class Follower:
         self._cache, self._seen = drafter.new_cache(1), 0
 
     def draft(self, anchor: int) -> tuple[int, ...]:
-        """The n arg-max drafts behind the token at ``anchor``."""
+        """The n argmax drafts behind the token at ``anchor``."""
         self._show(anchor)
         return tuple(self._drafter.propose(self._cache, self._ids_1S[:, anchor], self._n, GREEDY).ids[0].tolist())
 
@@ -72,8 +72,8 @@ class Follower:
         for seed in range(_TRIES):
             generator = torch.Generator().manual_seed(seed)
             proposal = self._drafter.propose(self._cache, self._ids_1S[:, anchor], self._n, _COLD, [generator])
-            if proposal.law is not None and proposal.ids[0, :slot].tolist() == list(drafts):
-                logits_V = proposal.law[0, slot] * _COLD.temperature
+            if proposal.log_probs is not None and proposal.ids[0, :slot].tolist() == list(drafts):
+                logits_V = proposal.log_probs[0, slot] * _COLD.temperature
                 return logits_V - logits_V.max()
         return None
 

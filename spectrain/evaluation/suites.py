@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from spectrain.config import SuiteConfig
+from spectrain.config.schema import SuiteConfig
 from spectrain.data.prompts import Conversation, find_prompt_file, load_prompts
 from spectrain.errors import InputError
 

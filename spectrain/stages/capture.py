@@ -1,28 +1,29 @@
-"""Stage ``capture``: the target runs once over every response, and its hidden states are stored. Writes ``states/``."""
+"""Stage ``capture``: the target runs once over every response, and its hidden states are stored. Writes ``hidden_states/``."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from spectrain.console import ProgressBar, say
+from spectrain.data.hidden_states import INDEX_NAME, StoredHiddenStates, bytes_per_token
+from spectrain.data.hidden_states_writer import HiddenStatesWriter
 from spectrain.data.responses import Response, ResponseStore
-from spectrain.data.states import INDEX_NAME, StateStore, bytes_per_token
-from spectrain.data.states_writer import StateStoreWriter
 from spectrain.errors import InputError
-from spectrain.run_dir import Decision, Inputs, digest_strings
+from spectrain.files import digest_strings
 from spectrain.stages.context import Context
 from spectrain.stages.generate import generate
+from spectrain.stages.run_dir import Decision, Inputs
 
 
 def decide(context: Context) -> Decision:
     """Whether there is anything to capture."""
-    folder = context.data_dir.states
-    stored = set(StateStore(folder).keys) if (folder / INDEX_NAME).is_file() else set()
+    folder = context.data_dir.hidden_states
+    stored = set(StoredHiddenStates(folder).keys) if (folder / INDEX_NAME).is_file() else set()
     return context.data_dir.decide("capture", Inputs(fixed_inputs(context), growing_inputs(context)), whole=context.splits.keys() <= stored)
 
 
 def fixed_inputs(context: Context) -> dict[str, object]:
-    return {**context.target_inputs(), "drafter.taps": list(context.taps), "states.dtype": context.states_dtype}
+    return {**context.target_inputs(), "drafter.taps": list(context.taps), "hidden_states.dtype": context.states_dtype}
 
 
 def growing_inputs(context: Context) -> dict[str, object]:
@@ -41,19 +42,19 @@ def capture(context: Context) -> None:
         responses = ResponseStore(run_dir.responses).load(list(context.splits), context.splits)
         meta = context.store_meta()
         everything = sum(len(response.input_ids) for response in responses) * bytes_per_token(meta)  # buffers need be no larger
-        shard_bytes = min(context.config.states.shard_bytes, everything)
-        with StateStoreWriter(run_dir.states, meta, shard_bytes) as writer:
+        shard_bytes = min(context.config.hidden_states.shard_bytes, everything)
+        with HiddenStatesWriter(run_dir.hidden_states, meta, shard_bytes) as writer:
             context.capturing.adopt_leftovers(writer, responses)
             done = writer.done_keys()
             todo = [response for response in responses if response.key not in done]
             if todo:
                 _capture(context, writer, todo, shard_bytes)
-        store = StateStore(run_dir.states)
+        store = StoredHiddenStates(run_dir.hidden_states)
         outputs |= {"documents": len(store), "tokens": int(store.lengths.sum()), "bytes": store.total_bytes, "taps": list(context.taps)}
     say(f"capture: states of {outputs['documents']} documents, {outputs['tokens']:,} tokens, {outputs['bytes'] / 1e6:,.0f} MB")
 
 
-def _capture(context: Context, writer: StateStoreWriter, todo: list[Response], shard_bytes: int) -> None:
+def _capture(context: Context, writer: HiddenStatesWriter, todo: list[Response], shard_bytes: int) -> None:
     with ProgressBar("capture", total=sum(len(response.input_ids) for response in todo), unit="tokens") as bar:
         if context.config.engine.name != "hf":
             context.capturing.shards(writer, todo, shard_bytes, bar.advance)
@@ -63,21 +64,21 @@ def _capture(context: Context, writer: StateStoreWriter, todo: list[Response], s
             bar.advance(len(states.input_ids))
 
 
-def documents(context: Context) -> tuple[StateStore, list[int], list[int]]:
+def documents(context: Context) -> tuple[StoredHiddenStates, list[int], list[int]]:
     """The store and the numbers of its training and held-out documents that this run asks for, in the order of the prompt files.
 
     The order does not depend on when a document was captured, nor the choice on what else the store holds.
     """
-    store = StateStore(context.data_dir.states)
+    store = StoredHiddenStates(context.data_dir.hidden_states)
     store.check(_identity(context, context.taps))
     number = {key: index for index, key in enumerate(store.keys)}
     return store, list(_numbers(context, number, "train")), list(_numbers(context, number, "heldout"))
 
 
-def open_store(context: Context, taps: tuple[int, ...]) -> StateStore | None:
+def open_store(context: Context, taps: tuple[int, ...]) -> StoredHiddenStates | None:
     """The stored states, if they are this target's and hold these taps."""
     try:
-        store = StateStore(context.data_dir.states)
+        store = StoredHiddenStates(context.data_dir.hidden_states)
         store.check(_identity(context, taps))
     except InputError:
         return None

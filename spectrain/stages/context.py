@@ -13,22 +13,23 @@ from typing import Any
 
 import yaml
 
-from spectrain.config import SpectrainConfig
-from spectrain.data.chat import ChatTemplate, end_token_ids
+from spectrain.config.schema import SpectrainConfig
+from spectrain.data.chat import ChatTemplate
+from spectrain.data.hidden_states import StoreMeta
 from spectrain.data.prompts import PromptSplit
 from spectrain.data.responses import Sampling, resolve_sampling, response_key
-from spectrain.data.states import StoreMeta
 from spectrain.drafters.build import resolve_taps
-from spectrain.drafters.folder import read_shape
+from spectrain.drafters.drafter_folder import read_shape
 from spectrain.engines.base import Engine
 from spectrain.engines.hf import HFEngine
-from spectrain.engines.served import ServedEngine
-from spectrain.engines.served_capture import ServedCapture
-from spectrain.engines.service import Service
-from spectrain.engines.services import open_service
+from spectrain.engines.vllm.capture_states import VLLMCapture
+from spectrain.engines.vllm.engine import VLLMEngine
+from spectrain.engines.vllm.open_vllm import open_vllm
+from spectrain.engines.vllm.requests import VLLMClient
 from spectrain.errors import RunError
 from spectrain.files import write_atomically
-from spectrain.run_dir import RunDir
+from spectrain.stages.run_dir import RunDir
+from spectrain.target.end_tokens import end_token_ids
 from spectrain.target.model import TargetModel, choose_device, choose_dtype
 from spectrain.target.resolve import ResolvedTarget, TargetSource, resolve_target
 from spectrain.target.spec import TargetSpec
@@ -40,7 +41,7 @@ class Context:
     downloaded is there (a dry run may end before that)."""
 
     config: SpectrainConfig
-    verb: str
+    command: str
     run_dir: RunDir
     source: TargetSource
     spec_or_none: TargetSpec | None
@@ -69,7 +70,7 @@ class Context:
 
         ``run`` trains from drafter.path, so what it measures is always what it trained.
         """
-        if self.config.drafter.path is not None and self.verb == "eval":
+        if self.config.drafter.path is not None and self.command == "eval":
             return Path(self.config.drafter.path).expanduser()
         own = self.run_dir.drafter
         return own if own.exists() else self.data_dir.drafter
@@ -89,18 +90,18 @@ class Context:
         """Who runs the target for generate and capture."""
         if self.config.engine.name != "hf":
             length = self.config.target.max_length
-            return ServedEngine(self.target, self.template, self.eos_ids, length, self.open_service, self.capturing)
+            return VLLMEngine(self.target, self.template, self.eos_ids, length, self.open_vllm, self.capturing)
         return HFEngine(self.model, self.target, self.config.engine, self.config.target.max_length)
 
     @cached_property
-    def capturing(self) -> ServedCapture:
+    def capturing(self) -> VLLMCapture:
         """How states are captured from a served target."""
-        return ServedCapture(self.open_service, self.config.engine, self.config.target, self.target, self.spec)
+        return VLLMCapture(self.open_vllm, self.config.engine, self.config.target, self.target, self.spec)
 
-    def open_service(self, purpose: str, extra_args: Mapping[str, Any], record_rounds: bool = False) -> Service:
-        """The target, run by vLLM, for one purpose; see ``engines/services.py``. The caller closes it."""
+    def open_vllm(self, purpose: str, extra_args: Mapping[str, Any], record_rounds: bool = False) -> VLLMClient:
+        """The target, run by vLLM, for one purpose; see ``engines/clients.py``. The caller closes it."""
         config = self.config
-        return open_service(config.engine, config.target, self.target.folder, self.logs, purpose, extra_args, record_rounds)
+        return open_vllm(config.engine, config.target, self.target.folder, self.logs, purpose, extra_args, record_rounds)
 
     @property
     def logs(self) -> Path:
@@ -156,7 +157,7 @@ class Context:
         return resolve_taps(self.config.drafter, self.spec)
 
     @property
-    def served_target(self) -> str:
+    def target_for_vllm(self) -> str:
         """What a server is told to load: the Hub's id where the weights are the Hub's, else the folder they lie in."""
         return self.config.target.path if self.source.kind in ("hub", "cache") else str(self.target.folder.resolve())
 
@@ -167,8 +168,8 @@ class Context:
 
     @property
     def states_dtype(self) -> str:
-        if self.config.states.dtype != "auto":
-            return self.config.states.dtype
+        if self.config.hidden_states.dtype != "auto":
+            return self.config.hidden_states.dtype
         return "bfloat16" if self.dtype_name == "bfloat16" else "float32"  # float16 fits into float32 only
 
     def store_meta(self) -> StoreMeta:
@@ -203,7 +204,7 @@ class Context:
         self.run_dir.check(identity)
         self.run_dir.set_target(identity)
         # A measurement under other settings must not change what the next `fit` here starts from.
-        if self.verb != "eval" or not self.run_dir.config.exists():
+        if self.command != "eval" or not self.run_dir.config.exists():
             write_atomically(self.run_dir.config, config_yaml(self.config))
 
 

@@ -10,21 +10,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from spectrain.build import flatten
-from spectrain.config import DrafterConfig
+from spectrain.config.conversion import flatten
+from spectrain.config.drafter_schema import DrafterConfig
 from spectrain.console import ProgressBar, say
+from spectrain.data.hidden_states import StoredHiddenStates, TargetStates
 from spectrain.data.packing import PackedBatch, pack_batch, pack_rows, truncated_tokens
-from spectrain.data.states import StateStore, TargetStates
 from spectrain.data.vocab import DraftVocab, build_vocab
 from spectrain.drafters.base import Drafter
-from spectrain.drafters.folder import CONFIG, WEIGHTS, weights_digest
-from spectrain.run_dir import Decision, Inputs
+from spectrain.drafters.drafter_folder import CONFIG, WEIGHTS, weights_digest
 from spectrain.stages import capture
 from spectrain.stages.context import Context
+from spectrain.stages.run_dir import Decision, Inputs
 from spectrain.target.head import TargetHead
 
 START_ROW_TOKENS = 4096
-# Places whose whole law is computed to choose the draft vocabulary.
+# Places whose whole distribution is computed to choose the draft vocabulary.
 VOCAB_SAMPLE = 4096
 
 # Settings that change what is logged or kept, not what is trained.
@@ -52,29 +52,29 @@ def _inputs(context: Context) -> dict[str, Any]:
 
 
 def fit(context: Context) -> float | None:
-    """Train unless that has been done; brings responses and states up to date first. Returns the best acceptance length of the walk."""
+    """Train unless that has been done; brings responses and states up to date first. Returns the best acceptance length of the simulation."""
     capture.capture(context)
     decision = decide(context)
     if decision.skip:
         say(str(decision))
-        return context.run_dir.outputs("fit").get("walk_acceptance_length")
+        return context.run_dir.outputs("fit").get("simulated_acceptance_length")
     store, train, heldout = capture.documents(context)
-    if context.config.states.verify_checksums:
+    if context.config.hidden_states.verify_checksums:
         _verify(store)  # before an older drafter is removed
     with context.run_dir.running(decision) as outputs:
         outputs |= _train(context, store, train, heldout)
-    best, length = f"step {outputs['step']} of {outputs['steps']}", outputs["walk_acceptance_length"]
-    say(f"fit: {best} is the best, acceptance length {length:.3f} by the walk")
-    return outputs["walk_acceptance_length"]
+    best, length = f"step {outputs['step']} of {outputs['steps']}", outputs["simulated_acceptance_length"]
+    say(f"fit: {best} is the best, acceptance length {length:.3f} by simulation")
+    return outputs["simulated_acceptance_length"]
 
 
-def _train(context: Context, store: StateStore, train: list[int], heldout: list[int]) -> dict[str, Any]:
+def _train(context: Context, store: StoredHiddenStates, train: list[int], heldout: list[int]) -> dict[str, Any]:
     from spectrain.drafters.build import build_drafter, continue_drafter
-    from spectrain.training.checkpoint import newest_checkpoint
+    from spectrain.training.checkpointing import newest_checkpoint
     from spectrain.training.trainer import FitPaths, Trainer
 
     config, run_dir = context.config, context.run_dir
-    train = [number for number in train if store.loss_counts[number] > 1 and _teaches(store[number], config.trainer.row_tokens)]
+    train = [number for number in train if store.loss_counts[number] > 1 and _teaches(store[number], config.trainer.packed_length)]
     head = TargetHead.from_checkpoint(context.target.folder)
     if config.drafter.path is not None:
         drafter = continue_drafter(config.drafter, head, context.spec.default_taps())
@@ -85,13 +85,13 @@ def _train(context: Context, store: StateStore, train: list[int], heldout: list[
         vocab = build_vocab(_tokens(store, train), size, context.spec.vocab_size, expected_V)
         mask = _mask_token(config.drafter, store, train, head)
         drafter = build_drafter(config.drafter, context.spec, vocab, head, context.target.folder, config.trainer.seed, mask)
-        if config.drafter.init == "regression" and newest_checkpoint(run_dir.checkpoints) is None:
+        if config.drafter.init == "closed_form" and newest_checkpoint(run_dir.checkpoints) is None:
             _start(drafter, store, train)
     coverage = _coverage(store, heldout, vocab)
     say(f"fit: {len(train)} documents, draft vocabulary of {len(vocab.ids_D):,} covers {coverage:.2%} of the held-out generated tokens")
-    lost = truncated_tokens(store.lengths[train].tolist(), config.trainer.row_tokens)
+    lost = truncated_tokens(store.lengths[train].tolist(), config.trainer.packed_length)
     if lost:
-        say(f"fit: note: {lost:,} tokens lie beyond the first trainer.row_tokens of their document and are not trained on")
+        say(f"fit: note: {lost:,} tokens lie beyond the first trainer.packed_length of their document and are not trained on")
     trainer = Trainer(
         config=config,
         paths=FitPaths(run_dir.checkpoints, run_dir.drafter, run_dir.metrics),
@@ -100,8 +100,8 @@ def _train(context: Context, store: StateStore, train: list[int], heldout: list[
         train=train,
         heldout=heldout,
         eos_ids=context.eos_ids,
-        folder_facts={
-            "target": context.served_target,
+        folder_metadata={
+            "target": context.target_for_vllm,
             "target_architectures": context.spec.architectures,
             "facts": {"target_revision": context.target.revision, "coverage": coverage},
         },
@@ -110,14 +110,14 @@ def _train(context: Context, store: StateStore, train: list[int], heldout: list[
     return {
         "steps": result.steps,
         "step": result.best_step,
-        "walk_acceptance_length": result.best_acceptance_length,
+        "simulated_acceptance_length": result.best_acceptance_length,
         "loss": result.final_loss,
         "coverage": coverage,
         "weights": weights_digest(run_dir.drafter)[:16],
     }
 
 
-def _start(drafter: Drafter, store: StateStore, train: list[int]) -> None:
+def _start(drafter: Drafter, store: StoredHiddenStates, train: list[int]) -> None:
     """Solve for the drafter's start on training documents. Cheap beside training, and the same on every rank."""
 
     def batches() -> Iterator[PackedBatch]:
@@ -125,15 +125,15 @@ def _start(drafter: Drafter, store: StateStore, train: list[int]) -> None:
             yield pack_batch([store[train[index]] for index in row])
 
     with ProgressBar("start", total=100, unit="%") as bar:
-        places = drafter.start(batches, bar.advance)
+        places = drafter.closed_form_init(batches, bar.advance)
     alone = "cannot be solved for with these states (too few?), so the drafter starts from parts of the target alone"
     note = f"solved at {places:,} places of the text" if places else alone
-    say(f"fit: closed-form start {note}")
+    say(f"fit: closed-form initialisation {note}")
 
 
-def _mask_token(config: DrafterConfig, store: StateStore, train: list[int], head: TargetHead) -> int:
+def _mask_token(config: DrafterConfig, store: StoredHiddenStates, train: list[int], head: TargetHead) -> int:
     """The mask token of a block drafter: as configured, or one that the training text never uses."""
-    from spectrain.drafters.block.start import choose_mask_token
+    from spectrain.drafters.block.block_build import choose_mask_token
 
     if not config.is_block:
         return 0
@@ -150,26 +150,26 @@ def _mask_token(config: DrafterConfig, store: StateStore, train: list[int], head
     return mask
 
 
-def _teaches(document: TargetStates, row_tokens: int) -> bool:
+def _teaches(document: TargetStates, packed_length: int) -> bool:
     """Whether two generated tokens stand side by side in the part that is trained on; else no drafter learns anything from it."""
-    mask_S = document.loss_mask[:row_tokens].bool()
+    mask_S = document.loss_mask[:packed_length].bool()
     return bool((mask_S[:-1] & mask_S[1:]).any())
 
 
-def _verify(store: StateStore) -> None:
+def _verify(store: StoredHiddenStates) -> None:
     with ProgressBar("verify", total=store.total_bytes, unit="bytes") as bar:
         store.verify_checksums(bar.advance)
 
 
-def _tokens(store: StateStore, numbers: list[int]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _tokens(store: StoredHiddenStates, numbers: list[int]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     for number in numbers:
         states = store[number]
         yield states.input_ids.numpy(), states.loss_mask.numpy()
 
 
 @torch.no_grad()
-def _expected_tokens(store: StateStore, numbers: list[int], head: TargetHead) -> np.ndarray:
-    """How often the target expected each token in the places where it generated one, float64 [V]: its law summed over a sample of them."""
+def _expected_tokens(store: StoredHiddenStates, numbers: list[int], head: TargetHead) -> np.ndarray:
+    """How often the target expected each token in the places where it generated one, float64 [V]: its distribution summed over a sample of them."""
     generated = int(store.loss_counts[numbers].sum())
     every = -(-generated // VOCAB_SAMPLE)
     expected_V, seen = torch.zeros(head.vocab_size, dtype=torch.float64), 0
@@ -181,7 +181,7 @@ def _expected_tokens(store: StateStore, numbers: list[int], head: TargetHead) ->
     return (expected_V * (generated / max(seen, 1))).numpy()
 
 
-def _coverage(store: StateStore, numbers: list[int], vocab: DraftVocab) -> float:
+def _coverage(store: StoredHiddenStates, numbers: list[int], vocab: DraftVocab) -> float:
     """Share of held-out generated tokens that the drafter can draft at all."""
     kept = np.zeros(vocab.target_size, dtype=bool)
     kept[vocab.ids_D.numpy()] = True

@@ -14,10 +14,11 @@ from dataclasses import asdict
 from spectrain.console import ProgressBar, say
 from spectrain.data.prompts import Conversation
 from spectrain.data.responses import Response, ResponseStore
-from spectrain.engines.served import ServedEngine
-from spectrain.engines.served_selfcheck import DOCUMENTS
-from spectrain.run_dir import Decision, Inputs, digest_strings
+from spectrain.engines.vllm.check_states_vllm import DOCUMENTS
+from spectrain.engines.vllm.engine import VLLMEngine
+from spectrain.files import digest_strings
 from spectrain.stages.context import Context
+from spectrain.stages.run_dir import Decision, Inputs
 
 # A part file is written after so many responses or seconds; a kill loses what is newer.
 _PART_RESPONSES, _PART_S = 256, 15.0
@@ -78,13 +79,13 @@ def _responses(context: Context, todo: list[tuple[Conversation, str]], on_tokens
     """From the engine; with ``capture.during_generation`` it leaves the states of what it generates for the stage ``capture``."""
     if not context.config.capture.during_generation:
         return context.engine.generate(todo, context.sampling, on_tokens)
-    from spectrain.engines.one_pass import OnePass, states_for
+    from spectrain.engines.vllm.generate_and_capture import OnePass, states_for
 
     shortest = heapq.nsmallest(DOCUMENTS, (conversation for conversation, _ in todo), key=lambda conversation: len(conversation.turns[0]))
     prompts = [(f"prompt {conversation.id}", context.template.first_prompt_ids(conversation)) for conversation in shortest]
-    one_pass = OnePass(context.capturing, context.store_meta(), context.config.states.shard_bytes, context.data_dir.states, prompts)
+    one_pass = OnePass(context.capturing, context.store_meta(), context.config.hidden_states.shard_bytes, context.data_dir.hidden_states, prompts)
     length = context.config.target.max_length
-    engine = ServedEngine(context.target, context.template, context.eos_ids, length, one_pass.open_service)
+    engine = VLLMEngine(context.target, context.template, context.eos_ids, length, one_pass.open_vllm)
     return engine.generate(todo, context.sampling, on_tokens, states_for=states_for)
 
 

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from rich import box
 from rich.table import Table
 
-from spectrain.config import EngineConfig
+from spectrain.config.schema import EngineConfig
 from spectrain.console import say, stdout
+from spectrain.data.hidden_states import StoreMeta, bytes_per_token
 from spectrain.data.prompts import Conversation
-from spectrain.data.states import StoreMeta, bytes_per_token
-from spectrain.run_dir import STAGES, Decision
 from spectrain.stages.context import Context
+from spectrain.stages.run_dir import STAGES, Decision
 from spectrain.target.spec import TargetSpec
 
 _CHARS_PER_TOKEN = 3.5
@@ -66,11 +66,11 @@ def estimate(context: Context) -> Estimate:
 def _activation_bytes(context: Context) -> int:
     """Of one forward pass: the batch's taps, and what the drafter's layers keep for their backward pass. Logits are made by tiles."""
     config, spec = context.config, context.spec
-    drafter, tokens = config.drafter, config.trainer.row_tokens * config.trainer.rows_per_batch
+    drafter, tokens = config.drafter, config.trainer.packed_length * config.trainer.micro_batch_size
     if drafter.is_block:
-        outputs = min(config.trainer.rows_per_batch * drafter.block.anchors, tokens) * drafter.block.block_size
+        outputs = min(config.trainer.micro_batch_size * drafter.block.anchors, tokens) * drafter.block.block_size
     else:
-        outputs = tokens * drafter.unroll_steps
+        outputs = tokens * drafter.ttt_steps
     # Rows kept in a layer: four as wide as the stream, queries and heads, keys and values, and three of the MLP.
     heads = 2 * spec.head_dim * (spec.num_attention_heads + spec.num_key_value_heads)
     layer = 4 * spec.hidden_size + heads + 3 * (drafter.intermediate_size or spec.intermediate_size)
@@ -94,10 +94,10 @@ def _matrices(context: Context) -> dict[str, int]:
     """Name -> entries of each matrix of the drafter."""
     import torch
 
-    from spectrain.drafters.block.backbone import BlockBody
-    from spectrain.drafters.block.shape import BlockShape
+    from spectrain.drafters.autoregressive.eagle3 import Eagle3Body, Eagle3Shape
+    from spectrain.drafters.block.block_model import BlockBody
+    from spectrain.drafters.block.block_shape import BlockShape
     from spectrain.drafters.build import drafter_shape
-    from spectrain.drafters.recurrent.eagle3 import Eagle3Body, Eagle3Shape
 
     shape = drafter_shape(context.config.drafter, context.spec)
     with torch.device("meta"):
@@ -113,7 +113,7 @@ def _fit_flops(context: Context, numbers: Estimate) -> float:
     """Of one epoch over all documents: a multiply-add is two operations forward, and four backward where a matrix is trained.
 
     The head meets each output (twice forward, as its logits are made anew for the backward pass, and once backward), and once each
-    token whose law is the teacher's. Tables that are looked up cost nothing.
+    token whose distribution is the teacher's. Tables that are looked up cost nothing.
     """
     drafter, matrices = context.config.drafter, _matrices(context)
     vocabulary = (drafter.draft_vocab_size or context.spec.vocab_size) * context.spec.hidden_size
@@ -130,8 +130,8 @@ def _trained_positions(context: Context, numbers: Estimate) -> float:
     """Outputs of the drafter in one epoch over all documents: steps of each generated token, or slots of the blocks that are drawn."""
     drafter = context.config.drafter
     if not drafter.is_block:
-        return numbers.generated_tokens * drafter.unroll_steps
-    blocks = min(numbers.generated_tokens, numbers.tokens * drafter.block.anchors / context.config.trainer.row_tokens)
+        return numbers.generated_tokens * drafter.ttt_steps
+    blocks = min(numbers.generated_tokens, numbers.tokens * drafter.block.anchors / context.config.trainer.packed_length)
     return blocks * drafter.block.block_size
 
 
@@ -229,26 +229,26 @@ def _decode_s(numbers: Estimate, speed: MachineSpeed, batch: int, weights: int) 
 # --- showing it ------------------------------------------------------------------------------------------------------------------
 
 
-def show_plan(context: Context, verb: str) -> None:
-    """Print what ``verb`` would do here (``plan``: the whole pipeline) and what it would take."""
+def show_plan(context: Context, command: str) -> None:
+    """Print what ``command`` would do here (``plan``: the whole pipeline) and what it would take."""
     config = context.config
     lines = [("run directory", str(context.run_dir.path)), ("target", f"{config.target.name}: {context.source.summary}")]
     if context.spec_or_none is not None:
         spec = context.spec
         lines.append(("", f"{spec.num_layers} layers, hidden size {spec.hidden_size}, {spec.vocab_size:,} tokens, {context.dtype_name}"))
-        lines += _drafter_lines(context, verb)
+        lines += _drafter_lines(context, command)
     if context.prompts_or_none is not None:
         lines.append(("prompts", f"{len(context.prompts.train):,} training, {len(context.prompts.heldout):,} held out"))
-    if verb in ("eval", "run", "plan"):
+    if command in ("eval", "run", "plan"):
         lines.append(("suite", f"{config.suite.name}: {config.suite.prompts}, at most {config.suite.max_prompts} prompts"))
         batches, policies = (", ".join(map(str, several)) for several in (config.batch_sizes, config.draft_policies))
         lines.append(("", f"conversations at a time: {batches}; draft policy: {policies}"))
     if context.spec_or_none is None:
         lines.append(("", "its dimensions are not known here, so neither are disk, memory and time"))
-    decisions = _decisions(context, verb)
+    decisions = _decisions(context, command)
     lines += [("stage", str(decision)) for decision in decisions]
-    if verb != "eval" and context.spec_or_none is not None and context.prompts_or_none is not None:
-        lines += _cost_lines(context, verb, {decision.name for decision in decisions if decision.skip})
+    if command != "eval" and context.spec_or_none is not None and context.prompts_or_none is not None:
+        lines += _cost_lines(context, command, {decision.name for decision in decisions if decision.skip})
     table = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
     for name, text in lines:
         table.add_row(name, text)
@@ -256,13 +256,13 @@ def show_plan(context: Context, verb: str) -> None:
     say("everything that can be checked before work starts has been checked; nothing was written")
 
 
-def _drafter_lines(context: Context, verb: str) -> list[tuple[str, str]]:
+def _drafter_lines(context: Context, command: str) -> list[tuple[str, str]]:
     """What is trained or measured, and how it drafts."""
-    from spectrain.drafters.folder import read_method, read_shape
+    from spectrain.drafters.drafter_folder import read_method, read_shape
 
     config, folder = context.config, context.config.drafter.path
     most = config.drafter.most_drafts
-    if verb == "eval":
+    if command == "eval":
         folder = str(context.measured_drafter)
     if folder is None:
         method, size = config.drafter.method, config.drafter.draft_vocab_size or context.spec.vocab_size
@@ -276,26 +276,26 @@ def _drafter_lines(context: Context, verb: str) -> list[tuple[str, str]]:
     return [*lines, ("", f"drafts {n} tokens a round{blocks}, judged at temperature {config.decoding.temperature:g}")]
 
 
-def _decisions(context: Context, verb: str) -> list[Decision]:
-    """What each stage of ``verb`` would do; none where the target has to be fetched first."""
+def _decisions(context: Context, command: str) -> list[Decision]:
+    """What each stage of ``command`` would do; none where the target has to be fetched first."""
     from spectrain.stages import capture, fit, generate
 
     if context.source.folder is None or context.prompts_or_none is None:
         return []
     stages = {"generate": generate.decide, "capture": capture.decide, "fit": fit.decide}
-    return [decide(context) for name, decide in stages.items() if verb != "eval" and name in _stages_of(verb)]
+    return [decide(context) for name, decide in stages.items() if command != "eval" and name in _stages_of(command)]
 
 
-def _stages_of(verb: str) -> list[str]:
+def _stages_of(command: str) -> list[str]:
     """A stage brings those before it up to date."""
     names = [stage.name for stage in STAGES]
-    return names[: names.index(verb) + 1] if verb in names else names
+    return names[: names.index(command) + 1] if command in names else names
 
 
-def _cost_lines(context: Context, verb: str, skipped: set[str]) -> list[tuple[str, str]]:
+def _cost_lines(context: Context, command: str, skipped: set[str]) -> list[tuple[str, str]]:
     numbers = estimate(context)
     every = stage_seconds(context, numbers, measure_speed(context))
-    seconds = {name: value for name, value in every.items() if name in _stages_of(verb) and name not in skipped}
+    seconds = {name: value for name, value in every.items() if name in _stages_of(command) and name not in skipped}
     folder = context.data_dir.path
     while not folder.exists():
         folder = folder.resolve().parent
@@ -304,7 +304,7 @@ def _cost_lines(context: Context, verb: str, skipped: set[str]) -> list[tuple[st
     return [
         ("tokens", f"at most {numbers.tokens:,}, of which {numbers.generated_tokens:,} generated"),
         ("disk", f"{_gb(numbers.states_bytes)} of states at most ({context.states_dtype}), {_gb(free)} free"),
-        *([("", "MORE THAN IS FREE: states.dtype=int8, data.max_train or sampling.max_new_tokens lower it")] if short else []),
+        *([("", "MORE THAN IS FREE: hidden_states.dtype=int8, data.max_train or sampling.max_new_tokens lower it")] if short else []),
         ("memory", f"target {_gb(numbers.target_bytes)}, training {_gb(numbers.train_bytes)}"),
         ("drafter", f"{numbers.drafter_parameters / 1e6:,.1f} M trained parameters"),
         (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from spectrain.stages.context import Context
-from spectrain.stages.evaluate import evaluate
+from spectrain.stages.eval import evaluate
 from spectrain.stages.fit import fit
 
 

@@ -16,14 +16,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from spectrain.config import SpectrainConfig, TargetConfig
+from spectrain.config.schema import SpectrainConfig, TargetConfig
 from spectrain.console import say, stdout
-from spectrain.drafters.served import ServedDrafter, drafter_digest, read_served
-from spectrain.engines import vllm_options
+from spectrain.drafters.serving_config import ServingConfig, drafter_digest, read_serving_config
+from spectrain.engines.vllm import args as vllm_options
 from spectrain.errors import ConfigError, InputError, RunError
 from spectrain.evaluation.recommend import Recommendation, recommend
-from spectrain.evaluation.record import EvaluationRecord, read_record
-from spectrain.run_dir import RunDir
+from spectrain.evaluation.records import EvaluationRecord, read_record
+from spectrain.stages.run_dir import RunDir
 
 # Arguments that spectrain sets for its own runs. A server keeps vLLM's: the target's whole context, and its own sampling defaults.
 _OF_RUNS = ("max_model_len", "generation_config", "seed")
@@ -81,7 +81,7 @@ def serve_command(config: SpectrainConfig, given: Sequence[str], flags: Sequence
         raise ConfigError("decoding.draft_policy is our own loop's: vLLM verifies all drafts of a round, so leave it out for serve")
     if "speculative_config" in config.engine.args:
         raise ConfigError("engine.args.speculative_config is set by serve, from the drafter's folder and decoding.num_speculative_tokens")
-    drafter = read_served(_drafter_path(config, keys))
+    drafter = read_serving_config(_drafter_path(config, keys))
     target, target_config = _target(config, drafter, keys)
     _check_fit(drafter, target, target_config)
     number = _num_speculative_tokens(config, drafter, keys)
@@ -128,7 +128,7 @@ def _drafter_path(config: SpectrainConfig, keys: set[str]) -> str:
     return str(folder)
 
 
-def _target(config: SpectrainConfig, drafter: ServedDrafter, keys: set[str]) -> tuple[str, TargetConfig]:
+def _target(config: SpectrainConfig, drafter: ServingConfig, keys: set[str]) -> tuple[str, TargetConfig]:
     """(folder or Hub id of the target, its settings with the revision to load): the one the user names, else the drafter's own."""
     named = bool(keys & {"target", "target.path", "recipe"})
     own = drafter.target
@@ -150,7 +150,7 @@ def _target(config: SpectrainConfig, drafter: ServedDrafter, keys: set[str]) -> 
     return str(folder.resolve()), replace(config.target, revision=None)
 
 
-def _check_fit(drafter: ServedDrafter, target: str, config: TargetConfig) -> None:
+def _check_fit(drafter: ServingConfig, target: str, config: TargetConfig) -> None:
     """A drafter for another target would end in an error of shapes, after the target was loaded. Checked where the target is here."""
     if not os.path.isdir(target):
         return
@@ -172,7 +172,7 @@ def _check_fit(drafter: ServedDrafter, target: str, config: TargetConfig) -> Non
 # --- how many tokens to draft ----------------------------------------------------------------------------------------------------
 
 
-def _num_speculative_tokens(config: SpectrainConfig, drafter: ServedDrafter, keys: set[str]) -> int:
+def _num_speculative_tokens(config: SpectrainConfig, drafter: ServingConfig, keys: set[str]) -> int:
     """The number on the command line, else the one that evaluation recommends, else the drafter's own."""
     most = drafter.most_tokens
     if "decoding.num_speculative_tokens" in keys:
@@ -180,7 +180,7 @@ def _num_speculative_tokens(config: SpectrainConfig, drafter: ServedDrafter, key
         if most is not None and number > most:
             raise ConfigError(f"decoding.num_speculative_tokens={number}: drafter {drafter.path} drafts at most {most}: lower it")
         return number
-    found = recommend(measured_records(config, drafter, keys), drafter.recurrent)
+    found = recommend(measured_records(config, drafter, keys), drafter.autoregressive)
     if found is None or (most is not None and found.num_speculative_tokens > most):
         say(f"serve: {drafter.num_speculative_tokens} drafts a round, as the drafter's folder says (nothing else was measured)")
         return drafter.num_speculative_tokens
@@ -194,7 +194,7 @@ def _loses(found: Recommendation) -> bool:
     return found.speedup is not None and found.speedup < 1
 
 
-def measured_records(config: SpectrainConfig, drafter: ServedDrafter, keys: set[str]) -> list[EvaluationRecord]:
+def measured_records(config: SpectrainConfig, drafter: ServingConfig, keys: set[str]) -> list[EvaluationRecord]:
     """Evaluation records of exactly these weights, in the run directory that was named, else in the one that the drafter lies in."""
     folder = Path(drafter.path)
     run_dir = RunDir(config.run.dir if "run.dir" in keys else folder.parent)

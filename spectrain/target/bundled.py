@@ -20,9 +20,8 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from spectrain.console import say
+from spectrain.console import quiet_transformers, say
 from spectrain.errors import InputError
-from spectrain.target.quiet import quiet_transformers
 
 # Part of the folder's name: raise it when conversion starts to write something else.
 _CONVERSION = 1

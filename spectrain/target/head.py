@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from spectrain.errors import InputError
 from spectrain.target.checkpoint import CheckpointReader
-from spectrain.target.cpu_linear import linear
+from spectrain.target.cpu_kernels import linear
 from spectrain.target.families import Family, HeadMath, head_math
 from spectrain.target.spec import load_config
 

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from spectrain.config import TargetConfig
-from spectrain.data.chat import end_token_ids
+from spectrain.config.schema import TargetConfig
+from spectrain.console import quiet_transformers
 from spectrain.errors import ConfigError, InputError
-from spectrain.target.cpu_linear import speed_up
+from spectrain.target.cpu_kernels import speed_up
+from spectrain.target.end_tokens import end_token_ids
 from spectrain.target.families import HeadMath, head_math
-from spectrain.target.quiet import quiet_transformers
 from spectrain.target.resolve import ResolvedTarget
 from spectrain.target.spec import TargetSpec, load_config
 

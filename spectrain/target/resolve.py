@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spectrain.config import TargetConfig
+from spectrain.config.schema import TargetConfig
 from spectrain.console import say
 from spectrain.errors import ConfigError, InputError
 from spectrain.target.bundled import convert_once, converted_folder, find_gguf, gguf_digest

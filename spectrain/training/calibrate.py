@@ -1,6 +1,6 @@
 """Calibration of a finished drafter's confidence head, on all held-out documents: once, with the weights that will be served.
 
-Evaluations during training walk a few documents; temperatures fitted on so few would be worse than none on the others.
+Evaluations during training simulate a few documents; temperatures fitted on so few would be worse than none on the others.
 """
 
 from __future__ import annotations
@@ -11,34 +11,34 @@ from typing import Any
 
 import torch
 
-from spectrain.config import DecodingConfig
+from spectrain.config.schema import DecodingConfig
 from spectrain.console import ProgressBar
-from spectrain.data.states import StateStore
+from spectrain.data.hidden_states import StoredHiddenStates
 from spectrain.decoding.confidence import Calibration, fit_calibration
-from spectrain.drafters.folder import load_drafter, note_facts
+from spectrain.decoding.confidence_samples import error_per_position
+from spectrain.drafters.drafter_folder import load_drafter, add_metadata
 from spectrain.target.head import TargetHead
-from spectrain.training.confidence_eval import error_per_position
-from spectrain.training.walk_eval import evaluate_by_walk
+from spectrain.training.simulated_acceptance import simulate_heldout
 
 
 def calibrate_folder(
     folder: Path,
     head: TargetHead,
     device: torch.device,
-    store: StateStore,
+    store: StoredHiddenStates,
     documents: Sequence[int],
     decoding: DecodingConfig,
     eos_ids: Sequence[int],
-    row_tokens: int,
+    packed_length: int,
 ) -> dict[str, Any]:
     """Fit one temperature a draft slot of a drafter with a confidence head, write them into its folder and return what to log."""
     drafter = load_drafter(folder).attach(head).to(device)
     with ProgressBar("calibrate", total=len(documents), unit="documents") as bar:
-        said = evaluate_by_walk(drafter, store, documents, decoding, eos_ids, row_tokens, advance=bar.advance).confidence
+        said = simulate_heldout(drafter, store, documents, decoding, eos_ids, packed_length, advance=bar.advance).confidence
     if said is None:
         return {}
     fitted = fit_calibration(said)
-    note_facts(folder, {"confidence_temperatures": list(fitted.temperatures)})
+    add_metadata(folder, {"confidence_temperatures": list(fitted.temperatures)})
     return {
         "confidence_documents": len(documents),
         "confidence_error": error_per_position(said, Calibration()),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from spectrain.config import TrainerConfig
+from spectrain.config.schema import TrainerConfig
 
 # Quintic iteration with slope 3.4445 at 0: pushes all singular values into about [0.7, 1.2] in five steps.
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)

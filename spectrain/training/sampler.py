@@ -1,6 +1,6 @@
 """Which rows each rank sees at each optimiser step: stateless in (seed, epoch), so that a resumed run needs a step number and nothing else.
 
-A step consumes ``gradient_accumulation`` micro-batches of ``rows_per_batch`` rows on every rank. At the end of an epoch what is left makes
+A step consumes ``gradient_accumulation`` micro-batches of ``micro_batch_size`` rows on every rank. At the end of an epoch what is left makes
 a smaller step; a rank without rows gets an empty list and contributes zero gradients, so that the others need not wait.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from spectrain.config import TrainerConfig
+from spectrain.config.schema import TrainerConfig
 from spectrain.data.packing import pack_rows
 
 
@@ -33,8 +33,8 @@ class StepSampler:
         for epoch in range(config.epochs):
             if config.max_steps is not None and everything >= config.max_steps:
                 break  # many epochs and a few steps: plan what will be run
-            rows = pack_rows(lengths, config.row_tokens, config.seed, epoch)
-            n = config.rows_per_batch
+            rows = pack_rows(lengths, config.packed_length, config.seed, epoch)
+            n = config.micro_batch_size
             self._micro.append([[d for row in rows[i : i + n] for d in row] for i in range(0, len(rows), n)])
             self.steps_per_epoch.append(-(-len(self._micro[-1]) // per_step))
             everything += self.steps_per_epoch[-1]

@@ -2,7 +2,7 @@
 
 A step adds up (sum, count) pairs of its micro-batches on all ranks and divides once, so that how a global batch is split into
 micro-batches and ranks changes nothing. Before the optimiser moves, the step is checked: a loss that is not finite, or a batch in which
-no position counts, stops the run with a diagnosis. The best drafter is chosen by the walk's acceptance length, the figure a server
+no position counts, stops the run with a diagnosis. The best drafter is chosen by the simulation's acceptance length, the figure a server
 gives, and is written to its own folder, which checkpoint rotation never touches.
 """
 
@@ -21,22 +21,22 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from spectrain.config import SpectrainConfig
+from spectrain.config.schema import SpectrainConfig
 from spectrain.console import ProgressBar, say
+from spectrain.data.hidden_states import StoredHiddenStates
 from spectrain.data.packing import Draw, pack_batch
-from spectrain.data.states import StateStore
 from spectrain.decoding.confidence import Calibration
+from spectrain.decoding.confidence_samples import error_per_position
 from spectrain.drafters.base import Drafter
-from spectrain.drafters.folder import save_drafter
-from spectrain.drafters.losses import LossSums
+from spectrain.drafters.drafter_folder import save_drafter
+from spectrain.drafters.losses.fused import LossSums
 from spectrain.errors import RunError
 from spectrain.files import write_atomically
 from spectrain.training.calibrate import calibrate_folder
-from spectrain.training.checkpoint import load_checkpoint, save_checkpoint
-from spectrain.training.confidence_eval import error_per_position
+from spectrain.training.checkpointing import load_checkpoint, save_checkpoint
 from spectrain.training.optim import build_optimizers, lr_factor, set_learning_rates
 from spectrain.training.sampler import StepSampler
-from spectrain.training.walk_eval import WalkResult, evaluate_by_walk
+from spectrain.training.simulated_acceptance import SimulatedAcceptance, simulate_heldout
 
 
 @dataclass(frozen=True)
@@ -78,28 +78,28 @@ class StepSums:
 
 
 class Trainer:
-    """Trains ``drafter`` on documents ``train`` of ``store`` and walks documents ``heldout``."""
+    """Trains ``drafter`` on documents ``train`` of ``store`` and simulates documents ``heldout``."""
 
     def __init__(
         self,
         config: SpectrainConfig,
         paths: FitPaths,
         drafter: Drafter,
-        store: StateStore,
+        store: StoredHiddenStates,
         train: Sequence[int],
         heldout: Sequence[int],
         eos_ids: Sequence[int],
-        folder_facts: dict[str, Any],
+        folder_metadata: dict[str, Any],
         accelerator: Accelerator | None = None,
     ) -> None:
-        """``folder_facts`` are keyword arguments of ``save_drafter``: target, target_architectures and recorded facts."""
-        self.config, self.paths, self.store, self.eos_ids, self.folder_facts = config, paths, store, eos_ids, folder_facts
+        """``folder_metadata`` are keyword arguments of ``save_drafter``: target, target_architectures and recorded facts."""
+        self.config, self.paths, self.store, self.eos_ids, self.folder_metadata = config, paths, store, eos_ids, folder_metadata
         options = config.trainer
         self.train, self.heldout, self.all_heldout = list(train), list(heldout)[: options.eval_documents], list(heldout)
         if not self.train:
             raise RunError(
-                "no training document has two generated tokens side by side within trainer.row_tokens: let the target give longer answers "
-                "(sampling.max_new_tokens), or raise trainer.row_tokens"
+                "no training document has two generated tokens side by side within trainer.packed_length: let the target give longer answers "
+                "(sampling.max_new_tokens), or raise trainer.packed_length"
             )
         self.accelerator = accelerator or Accelerator(
             mixed_precision="no",  # accelerate fixes it for the process, but the jobs of a sweep may differ: see _backward
@@ -138,7 +138,7 @@ class Trainer:
                 if done % self.checkpoint_every == 0 or done == total:
                     self._checkpoint(done)
                 best = self.best["acceptance_length"]
-                bar.advance(1, note=f"loss {self.last_loss:.3f}" + (f"  walk τ {best:.3f}" if best > 0 else ""))
+                bar.advance(1, note=f"loss {self.last_loss:.3f}" + (f"  simulate τ {best:.3f}" if best > 0 else ""))
         self._calibrate(total)
         if self.config.logger.trackers:
             self.accelerator.end_training()
@@ -174,9 +174,9 @@ class Trainer:
     def _backward(self, step: int, documents: list[int], sums: StepSums) -> None:
         # A rank whose rows have run out in this epoch runs one token, in which nothing can count: the others wait for its gradients, and
         # data-parallel wrappers exchange them only after a forward pass.
-        chosen, most = (documents, self.config.trainer.row_tokens) if documents else ([0], 1)
+        chosen, most = (documents, self.config.trainer.packed_length) if documents else ([0], 1)
         numbers = tuple(self.train[d] for d in chosen)
-        draw = Draw(self.config.trainer.seed, step, numbers, self.config.trainer.row_tokens)
+        draw = Draw(self.config.trainer.seed, step, numbers, self.config.trainer.packed_length)
         batch = pack_batch([self.store[number] for number in numbers], most, draw).to(self.accelerator.device)
         with torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=self.config.trainer.precision == "bfloat16"):
             losses = self.model(batch)
@@ -214,17 +214,17 @@ class Trainer:
             return
         started = time.monotonic()
         self.drafter.eval()
-        options, most, walked = self.config, self.drafter.training_steps, 0.0
+        options, most, simulated = self.config, self.drafter.training_steps, 0.0
 
         def advance(documents: float) -> None:
-            nonlocal walked
-            walked += documents
-            bar.advance(0, note=f"walk: {walked:.0f} of {len(self.heldout)} documents")
+            nonlocal simulated
+            simulated += documents
+            bar.advance(0, note=f"simulate: {simulated:.0f} of {len(self.heldout)} documents")
 
-        row_tokens = options.trainer.row_tokens
-        result = evaluate_by_walk(self.drafter, self.store, self.heldout, options.decoding, self.eos_ids, row_tokens, most, advance)
+        packed_length = options.trainer.packed_length
+        result = simulate_heldout(self.drafter, self.store, self.heldout, options.decoding, self.eos_ids, packed_length, most, advance)
         self.drafter.train()
-        self._log(step, walk_metrics(result, time.monotonic() - started))
+        self._log(step, simulation_metrics(result, time.monotonic() - started))
         length = result.stats.acceptance_length
         if not length <= self.best["acceptance_length"]:  # also where there was no round to judge by: the latest, then
             self._save_best(step, length)
@@ -235,7 +235,7 @@ class Trainer:
             return
         if self.accelerator.is_main_process:
             options, head = self.config, self.drafter.head
-            common = (self.store, self.all_heldout, options.decoding, self.eos_ids, options.trainer.row_tokens)
+            common = (self.store, self.all_heldout, options.decoding, self.eos_ids, options.trainer.packed_length)
             found = calibrate_folder(self.paths.drafter, head, self.accelerator.device, *common)
             if found:
                 self._log(step, found)
@@ -244,12 +244,12 @@ class Trainer:
     def _save_best(self, step: int, length: float) -> None:
         self.best = {"step": step, "acceptance_length": length}
         if self.accelerator.is_main_process:
-            facts = {**self.folder_facts.get("facts", {}), "step": step, "walk_acceptance_length": _plain(length)}
+            facts = {**self.folder_metadata.get("facts", {}), "step": step, "simulated_acceptance_length": _plain(length)}
             save_drafter(
                 self.drafter,
                 self.paths.drafter,
                 num_speculative_tokens=self.config.decoding.num_speculative_tokens,
-                **{**self.folder_facts, "facts": facts},
+                **{**self.folder_metadata, "facts": facts},
             )
 
     def _checkpoint(self, step: int) -> None:
@@ -294,21 +294,21 @@ class Trainer:
             self.accelerator.log({key: value for key, value in values.items() if isinstance(value, int | float)}, step=step)
 
 
-def walk_metrics(result: WalkResult, seconds: float) -> dict[str, Any]:
+def simulation_metrics(result: SimulatedAcceptance, seconds: float) -> dict[str, Any]:
     """What an evaluation logs."""
     return {
-        "walk_acceptance_length": result.stats.acceptance_length,
-        "walk_interval": result.stats.interval,
-        "walk_acceptance_per_position": list(result.stats.acceptance_per_position),
-        "walk_rounds": result.stats.rounds,
-        "walk_acceptance_length_by_n": {str(n): length for n, length in enumerate(result.length_by_n, start=1)},
-        "walk_seconds": seconds,
+        "simulated_acceptance_length": result.stats.acceptance_length,
+        "simulated_interval": result.stats.interval,
+        "simulated_acceptance_per_position": list(result.stats.acceptance_per_position),
+        "simulated_rounds": result.stats.rounds,
+        "simulated_acceptance_length_by_n": {str(n): length for n, length in enumerate(result.length_by_n, start=1)},
+        "simulation_s": seconds,
         **({} if result.confidence is None else {"confidence_error": error_per_position(result.confidence, Calibration())}),
     }
 
 
 def _plain(value: Any) -> Any:
-    """NaN, which JSON does not have, becomes null: a walk without rounds has no acceptance length."""
+    """NaN, which JSON does not have, becomes null: a simulation without rounds has no acceptance length."""
     if isinstance(value, dict):
         return {key: _plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):

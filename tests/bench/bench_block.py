@@ -5,7 +5,7 @@
 Both sides train two layers with blocks of 8 slots on the same row of 1024 tokens with the dimensions of SmolLM2-135M (H 576, full
 vocabulary of 49152), float32, AdamW, two threads; states are random, which costs what real ones cost. Documents have 130 prompt and 126
 generated tokens, as GSM8K with short answers. DFlash drafts from 7 slots of a block; DSpark from all 8, with a Markov head of rank 256 and
-a confidence head. The reference is what one writes first: every block's logits and its teacher's law over the whole vocabulary, SDPA
+a confidence head. The reference is what one writes first: every block's logits and its teacher's distribution over the whole vocabulary, SDPA
 with a dense mask over the context and all blocks, the bias slot by slot, autograd through all of it.
 
 Each side runs in its own process (peak memory is the process's high-water mark less its size before the first step), interleaved; the best
@@ -46,10 +46,10 @@ LAYERS, TAPS, BLOCK, RANK = 2, 5, 8, 256
 
 
 def make_drafter(method: str, anchors: int, head: Any) -> Any:
-    from spectrain.config import BlockConfig
+    from spectrain.config.drafter_schema import BlockConfig
     from spectrain.data.vocab import full_vocab
-    from spectrain.drafters.block.drafter import BlockDrafter
-    from spectrain.drafters.block.shape import BlockShape, MarkovShape
+    from spectrain.drafters.block.block_drafter import BlockDrafter
+    from spectrain.drafters.block.block_shape import BlockShape, MarkovShape
     from spectrain.drafters.layers import LayerShape
 
     rope = {"rope_type": "default", "rope_theta": 1e5}
@@ -75,8 +75,8 @@ def make_drafter(method: str, anchors: int, head: Any) -> Any:
 
 
 def make_batch(head: Any) -> Any:
+    from spectrain.data.hidden_states import TargetStates
     from spectrain.data.packing import Draw, pack_batch
-    from spectrain.data.states import TargetStates
 
     length = PROMPT + ANSWER
     mask = torch.tensor([0] * PROMPT + [1] * ANSWER, dtype=torch.uint8)
@@ -133,7 +133,7 @@ def needed_operations(drafter: Any, batch: Any) -> float:
     """Multiply-adds × 2 of what counts: forward and two backward products for trained matrices, no weight's for the frozen head, forward
     alone for the teacher; fc's input needs no gradient."""
     from spectrain.drafters.block.anchors import draw_anchors
-    from spectrain.drafters.block.training import Counted
+    from spectrain.drafters.block.block_training import Counted
 
     anchor = draw_anchors(batch, drafter.options.anchors)
     counted = Counted.build(batch, anchor, drafter.shape.num_drafts)

@@ -4,7 +4,7 @@
 
 Both sides train one layer for three steps on the same row of 1024 tokens with the dimensions of SmolLM2-135M (H 576, V 49152), float32,
 AdamW, two threads; states are random, which costs what real ones cost. Documents have 130 prompt and 126 generated tokens, as GSM8K
-with short answers. The reference is what one writes first: every column at every step, SDPA with a dense mask, the teacher's law and the
+with short answers. The reference is what one writes first: every column at every step, SDPA with a dense mask, the teacher's distribution and the
 drafter's logits of all steps materialised over whole vocabularies, autograd through all of it.
 
 Each side runs in its own process (peak memory is the process's high-water mark less its size before the first step), three rounds,
@@ -43,9 +43,9 @@ def make_head() -> Any:
 
 def make_drafter(draft_vocab: int, head: Any) -> Any:
     from spectrain.data.vocab import DraftVocab
+    from spectrain.drafters.autoregressive.eagle3 import Eagle3Shape
+    from spectrain.drafters.autoregressive.eagle3_drafter import Eagle3
     from spectrain.drafters.layers import LayerShape
-    from spectrain.drafters.recurrent.drafter import Eagle3
-    from spectrain.drafters.recurrent.eagle3 import Eagle3Shape
 
     rope = {"rope_type": "default", "rope_theta": 1e5}
     layer = LayerShape("llama", HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, 1e-5, rope, 8192)
@@ -56,8 +56,8 @@ def make_drafter(draft_vocab: int, head: Any) -> Any:
 
 
 def make_batch(head: Any) -> Any:
+    from spectrain.data.hidden_states import TargetStates
     from spectrain.data.packing import pack_batch
-    from spectrain.data.states import TargetStates
 
     length = PROMPT + ANSWER
     mask = torch.tensor([0] * PROMPT + [1] * ANSWER, dtype=torch.uint8)
@@ -110,7 +110,7 @@ def reference_loss(drafter: Any, head: Any, batch: Any) -> torch.Tensor:
 
 def needed_operations(batch: Any, draft_vocab: int, owns_head: bool) -> float:
     """Multiply-adds × 2 of the counted positions: forward and two backward products for trained matrices, forward alone for the teacher."""
-    from spectrain.drafters.recurrent.unroll import Columns
+    from spectrain.drafters.autoregressive.unroll import Columns
 
     valid_K = Columns.build(batch, STEPS_K).valid_KM.sum(-1).tolist()
     columns, students = valid_K[0], sum(valid_K)

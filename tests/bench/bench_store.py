@@ -20,8 +20,8 @@ from pathlib import Path
 
 import torch
 
-from spectrain.data.states import StateStore, StoreMeta, TargetStates, bytes_per_token
-from spectrain.data.states_writer import StateStoreWriter
+from spectrain.data.hidden_states import StoredHiddenStates, StoreMeta, TargetStates, bytes_per_token
+from spectrain.data.hidden_states_writer import HiddenStatesWriter
 
 HIDDEN, TAPS, LENGTHS = 576, (2, 15, 27), range(100, 700)
 
@@ -40,12 +40,12 @@ def write_stores(folder: Path, total_bytes: int) -> tuple[list[int], dict[str, f
     speeds = {}
     for dtype in ("bfloat16", "float32", "int8"):
         start = time.perf_counter()
-        with StateStoreWriter(folder / dtype, make_meta(dtype), shard_bytes=128 << 20) as writer:
+        with HiddenStatesWriter(folder / dtype, make_meta(dtype), shard_bytes=128 << 20) as writer:
             for number, length in enumerate(lengths):
                 x = noise[:length].to(torch.bfloat16 if dtype == "bfloat16" else torch.float32)
                 ids = torch.zeros(length, dtype=torch.int32)
                 writer.add(TargetStates(ids, ids.to(torch.uint8), x[:, 1:], x[:, 0], noise[:length, 0, 0], f"{number:06d}", "train"))
-        speeds[dtype] = StateStore(folder / dtype).total_bytes / (time.perf_counter() - start)
+        speeds[dtype] = StoredHiddenStates(folder / dtype).total_bytes / (time.perf_counter() - start)
     with (folder / "raw.bin").open("wb") as file:
         for length in lengths:
             file.write(noise[:length].to(torch.bfloat16).view(torch.uint8).numpy().tobytes())
@@ -66,7 +66,7 @@ def read_raw(path: Path, lengths: list[int], order: list[int], buffer: torch.Ten
 
 
 def read_store(folder: Path, order: list[int], buffer: torch.Tensor) -> int:
-    store, read = StateStore(folder), 0
+    store, read = StoredHiddenStates(folder), 0
     for index in order:
         states = store[index]
         length, split = len(states.input_ids), states.taps.numel()

@@ -19,14 +19,14 @@ from typing import Any
 
 import numpy as np
 
-from spectrain.config import EngineConfig, TargetConfig
+from spectrain.config.schema import EngineConfig, TargetConfig
+from spectrain.data.hidden_states import StoredHiddenStates, StoreMeta
+from spectrain.data.hidden_states_writer import HiddenStatesWriter
 from spectrain.data.prompts import Conversation
 from spectrain.data.responses import Response, Sampling
-from spectrain.data.states import StateStore, StoreMeta
-from spectrain.data.states_writer import StateStoreWriter
-from spectrain.engines.served_capture import Document, ServedCapture, answers, await_arrival
-from spectrain.engines.service import Service
-from spectrain.engines.services import open_service
+from spectrain.engines.vllm.capture_states import Document, VLLMCapture, answers, await_arrival
+from spectrain.engines.vllm.open_vllm import open_vllm
+from spectrain.engines.vllm.requests import VLLMClient
 from spectrain.target.resolve import resolve_target
 from spectrain.target.spec import TargetSpec
 
@@ -69,29 +69,29 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
 
-        def opened(purpose: str, extra: Mapping[str, Any]) -> Service:
-            return open_service(engine, target, resolved.folder, folder / "logs", purpose, extra)
+        def opened(purpose: str, extra: Mapping[str, Any]) -> VLLMClient:
+            return open_vllm(engine, target, resolved.folder, folder / "logs", purpose, extra)
 
-        def send(service: Service, part: list[Response], states: bool) -> float:
+        def send(client: VLLMClient, part: list[Response], states: bool) -> float:
             requests = [Document.of(response).request() for response in part]
             start_s = time.monotonic()
-            for _ in answers(service, requests if states else [dataclasses.replace(request, states=None) for request in requests]):
+            for _ in answers(client, requests if states else [dataclasses.replace(request, states=None) for request in requests]):
                 pass
             return time.monotonic() - start_s
 
-        service = opened("plain", {})
-        send(service, responses[:WARM_UP], states=False)
-        plain_s = send(service, responses[WARM_UP:], states=False)
-        service.close()
+        client = opened("plain", {})
+        send(client, responses[:WARM_UP], states=False)
+        plain_s = send(client, responses[WARM_UP:], states=False)
+        client.close()
         print(f"plain prefill     {tokens / plain_s:8,.0f} tokens/s")
 
         meta = StoreMeta(resolved.id, resolved.revision, "", "", "", taps, spec.hidden_size, "float32")
-        capturing = ServedCapture(opened, engine, target, resolved, spec)
-        with StateStoreWriter(folder / "states", meta) as writer:
-            with capturing.running(capturing.plan(meta, 1 << 28), folder / "states", "capture", []) as (service, session):
-                send(service, responses[:WARM_UP], states=True)
+        capturing = VLLMCapture(opened, engine, target, resolved, spec)
+        with HiddenStatesWriter(folder / "hidden_states", meta) as writer:
+            with capturing.running(capturing.plan(meta, 1 << 28), folder / "hidden_states", "capture", []) as (client, session):
+                send(client, responses[:WARM_UP], states=True)
                 start_s = time.monotonic()
-                capture_s = send(service, responses[WARM_UP:], states=True)
+                capture_s = send(client, responses[WARM_UP:], states=True)
                 missing = await_arrival(session, {response.key for response in responses})
                 written_s = time.monotonic() - start_s
             print(f"capture           {tokens / capture_s:8,.0f} tokens/s, {capture_s / plain_s - 1:+.1%}; {len(missing)} documents lost")
@@ -99,7 +99,7 @@ def main() -> None:
             start_s = time.monotonic()
             capturing.adopt_leftovers(writer, responses)
             print(f"log-normalizer and adoption took {time.monotonic() - start_s:.1f} s")
-        assert len(StateStore(folder / "states")) == len(responses)
+        assert len(StoredHiddenStates(folder / "hidden_states")) == len(responses)
 
 
 if __name__ == "__main__":

@@ -22,14 +22,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from spectrain.config import EngineConfig, TargetConfig
+from spectrain.config.schema import EngineConfig, TargetConfig
 from spectrain.data.chat import ChatTemplate
 from spectrain.data.prompts import Conversation
 from spectrain.data.responses import Sampling
-from spectrain.engines.host import HostService
-from spectrain.engines.served import ServedEngine
-from spectrain.engines.turns import Dialogue, Turns
-from spectrain.engines.vllm_options import engine_args, environment
+from spectrain.engines.conversations import Dialogue, Turns
+from spectrain.engines.vllm.args import engine_args, environment
+from spectrain.engines.vllm.engine import VLLMEngine
+from spectrain.engines.vllm.process import VLLMProcess
 from spectrain.target.resolve import resolve_target
 
 MAX_LENGTH, SEQUENCES = 1024, 16
@@ -66,12 +66,12 @@ def worker(side: str, folder: str, prompts: int, new_tokens: int) -> dict[str, f
     asked, sampling = conversations(prompts), Sampling(0.0, 1.0, 0, new_tokens, 0)
     args = {**engine_args(engine, target, folder), "skip_tokenizer_init": True}
     if side == "spectrain":
-        service = HostService(engine, args, Path(tempfile.mkdtemp()) / "vllm.log")
+        client = VLLMProcess(engine, args, Path(tempfile.mkdtemp()) / "vllm.log")
         # No end tokens: every answer has its full length.
-        ours = ServedEngine(resolve_target(target), template, (), MAX_LENGTH, lambda purpose, extra: service)
-        start, start_cpu_s = time.perf_counter(), cpu_s(service)
+        ours = VLLMEngine(resolve_target(target), template, (), MAX_LENGTH, lambda purpose, extra: client)
+        start, start_cpu_s = time.perf_counter(), cpu_s(client)
         tokens = sum(
-            int(response.loss_mask.sum()) for response in ours.generate(asked, sampling, on_tokens=lambda _: used.append(cpu_s(service)))
+            int(response.loss_mask.sum()) for response in ours.generate(asked, sampling, on_tokens=lambda _: used.append(cpu_s(client)))
         )
         seconds, used_s = time.perf_counter() - start, used[-1] - start_cpu_s
     else:
@@ -87,9 +87,9 @@ def worker(side: str, folder: str, prompts: int, new_tokens: int) -> dict[str, f
     return {"tokens": tokens, "tokens_per_s": tokens / seconds, "tokens_per_cpu_s": tokens / used_s}
 
 
-def cpu_s(service: HostService) -> float:
+def cpu_s(client: VLLMProcess) -> float:
     """CPU seconds of this process and of the service's so far."""
-    fields = Path(f"/proc/{service._process.pid}/stat").read_text().rpartition(")")[2].split()
+    fields = Path(f"/proc/{client._process.pid}/stat").read_text().rpartition(")")[2].split()
     return time.process_time() + (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 

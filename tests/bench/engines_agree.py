@@ -14,15 +14,15 @@ from pathlib import Path
 
 import torch
 
-from spectrain.config import DataConfig, EngineConfig, TargetConfig
+from spectrain.config.schema import DataConfig, EngineConfig, TargetConfig
 from spectrain.data.chat import ChatTemplate
+from spectrain.data.hidden_states import TargetStates
 from spectrain.data.prompts import split_prompts
 from spectrain.data.responses import Response, Sampling
-from spectrain.data.states import TargetStates
 from spectrain.engines.hf import HFEngine
-from spectrain.engines.served import ServedEngine
-from spectrain.engines.served_capture import ServedCapture
-from spectrain.engines.services import open_service
+from spectrain.engines.vllm.capture_states import VLLMCapture
+from spectrain.engines.vllm.engine import VLLMEngine
+from spectrain.engines.vllm.open_vllm import open_vllm
 from spectrain.target.model import TargetModel
 from spectrain.target.resolve import resolve_target
 from spectrain.target.spec import TargetSpec
@@ -50,11 +50,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
 
         def opened(purpose, extra_args):  # type: ignore[no-untyped-def]
-            return open_service(engine_config, target_config, resolved.folder, Path(folder), purpose, extra_args)
+            return open_vllm(engine_config, target_config, resolved.folder, Path(folder), purpose, extra_args)
 
-        capturing = ServedCapture(opened, engine_config, target_config, resolved, spec)
+        capturing = VLLMCapture(opened, engine_config, target_config, resolved, spec)
         template = ChatTemplate(model.tokenizer, hf.end_ids)
-        served = ServedEngine(resolved, template, hf.end_ids, target_config.max_length, opened, capturing)
+        served = VLLMEngine(resolved, template, hf.end_ids, target_config.max_length, opened, capturing)
         ours = {response.key: response for response in hf.generate(asked, sampling)}
         theirs = {response.key: response for response in served.generate(asked, sampling)}
         report_answers(model, ours, theirs)

@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def complete_rounds(answer: Any, n: int, limit: int) -> list[int]:
-    """Accepted counts of an answer's rounds, without a last one that the limit cut while all drafts so far had stood."""
+    """Accepted counts of an answer's rounds, without a last one that the limit cut while all drafts so far had been accepted."""
     counts, generated = [], 1  # the prefill emits the first token
     for accepted in answer.spec_decode_metrics.per_step_accepted:
         left = limit - generated

@@ -9,9 +9,9 @@ import torch
 from workplace import make
 
 from spectrain import cli
-from spectrain.data.states import StateStore
-from spectrain.drafters.folder import load_drafter, read_method
-from spectrain.evaluation.record import read_records
+from spectrain.data.hidden_states import StoredHiddenStates
+from spectrain.drafters.drafter_folder import load_drafter, read_method
+from spectrain.evaluation.records import read_records
 
 METHODS = {
     "dflash": ["drafter=dflash", "drafter.block.block_size=5"],
@@ -47,8 +47,8 @@ def test_a_run_makes_a_drafter_and_measures_it(finished, method):
     records = {record.method: record for record in read_records(run / "eval")}
     assert set(records) == {"none", "ngram", method}
     assert "1, 2, 4, 5, 6" in (run / "report.html").read_text(encoding="utf-8")
-    # The walk over the same answers is what the loop counted.
-    assert records[method].walk_acceptance_length == pytest.approx(records[method].acceptance_length, abs=1e-6)
+    # The simulation over the same answers is what the loop counted.
+    assert records[method].simulated_acceptance_length == pytest.approx(records[method].acceptance_length, abs=1e-6)
 
 
 def test_it_is_skipped_measured_again_and_gone_on_from(arguments, finished, tmp_path, capsys):
@@ -69,7 +69,7 @@ def test_flex_without_a_gpu_is_refused(arguments, tmp_path, capsys):
 
 def test_documents_that_teach_nothing_are_left_out(tmp_path):
     """A prompt as long as a row leaves no answer to train on; alone in its batch it would stop the training."""
-    arguments = [*make(tmp_path), *METHODS["dflash"], "trainer.row_tokens=150", "trainer.epochs=1", "target.max_length=512"]
+    arguments = [*make(tmp_path), *METHODS["dflash"], "trainer.packed_length=150", "trainer.epochs=1", "target.max_length=512"]
     with (tmp_path / "train.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps({"turns": ["What is " + "the sun, or " * 30 + "a river?"]}) + "\n")
     assert cli.main(["fit", *arguments, f"run.dir={tmp_path / 'run'}"]) == 0
@@ -77,7 +77,7 @@ def test_documents_that_teach_nothing_are_left_out(tmp_path):
 
 def test_a_mask_token_of_the_text_is_noted(arguments, finished, tmp_path, capsys):
     shutil.copytree(finished / "dflash", tmp_path / "run")
-    states = StateStore(tmp_path / "run" / "states")
+    states = StoredHiddenStates(tmp_path / "run" / "hidden_states")
     used = int(states[states.indices("train")[0]].input_ids[0])
     for mask, said in ((used, True), (None, False)):
         options = [*METHODS["dflash"], f"drafter.block.mask_token_id={'null' if mask is None else mask}", "trainer.max_steps=1"]
@@ -88,7 +88,7 @@ def test_a_mask_token_of_the_text_is_noted(arguments, finished, tmp_path, capsys
 def test_what_cannot_be_is_said_at_once(arguments, finished, tmp_path, capsys):
     cases = [
         ("fit", [*METHODS["dflash"], "decoding.num_speculative_tokens=5"], "blocks of 5 slots give 4 drafts a round"),
-        ("fit", ["drafter=dflash", "drafter.unroll_steps=5"], "drafter.unroll_steps is a recurrent drafter's"),
+        ("fit", ["drafter=dflash", "drafter.ttt_steps=5"], "drafter.ttt_steps is an autoregressive drafter's"),
         ("fit", ["drafter=dflash2"], "dflash2 drafts from the whole vocabulary"),
         ("fit", ["drafter=dspark", "drafter.block.mask_token_id=99999"], "outside the target's vocabulary"),
         ("fit", [f"drafter.path={finished / 'dflash' / 'drafter'}", "drafter=dspark"], "holds a dflash drafter: set drafter.method=dflash"),
@@ -103,7 +103,7 @@ def test_what_cannot_be_is_said_at_once(arguments, finished, tmp_path, capsys):
             "gives 4 a round, lower it",
         ),
     ]
-    for verb, options, message in cases:
-        assert cli.main([verb, *arguments, *options, f"run.dir={tmp_path / 'run'}"]) == 2
+    for command, options, message in cases:
+        assert cli.main([command, *arguments, *options, f"run.dir={tmp_path / 'run'}"]) == 2
         assert message in capsys.readouterr().err
         assert not Path(tmp_path / "run" / "responses").exists()

@@ -20,13 +20,13 @@ import pytest
 import torch
 from workplace import make
 
+from spectrain.data.hidden_states import StoredHiddenStates
 from spectrain.data.responses import ResponseStore
-from spectrain.data.states import StateStore
 
 ATTEMPTS = 12
 DURABLE = ("fsync", "replace", "rename", "unlink", "rmdir")
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["spectrain.stages.run", "spectrain.cli", "spectrain.compose"])
+_SERVER.set_forkserver_preload(["spectrain.stages.run", "spectrain.cli", "spectrain.config.loading"])
 
 
 def child(arguments, kill_at):
@@ -100,7 +100,7 @@ def test_generate_and_capture_lose_and_repeat_nothing(arguments, undisturbed, tm
         assert response.loss_mask.tolist() == expected[response.key].loss_mask.tolist()
         assert response.finish_reason == expected[response.key].finish_reason
 
-    whole, states = StateStore(undisturbed / "states"), StateStore(path / "states")
+    whole, states = StoredHiddenStates(undisturbed / "hidden_states"), StoredHiddenStates(path / "hidden_states")
     states.verify_checksums()
     assert states.keys == whole.keys  # sorted by key: none is missing, none is there twice
     for index in range(len(whole)):

@@ -8,8 +8,8 @@ import pytest
 from workplace import make
 
 from spectrain import cli
-from spectrain.drafters.folder import load_drafter, note_facts
-from spectrain.evaluation.record import read_records
+from spectrain.drafters.drafter_folder import load_drafter, add_metadata
+from spectrain.evaluation.records import read_records
 
 
 @pytest.fixture(scope="module")
@@ -29,10 +29,10 @@ def finished(arguments, tmp_path_factory):
 
 def test_calibration_is_logged_and_saved_with_the_drafter(finished):
     lines = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
-    assert all(len(line["confidence_error"]) == 3 for line in lines if "walk_acceptance_length" in line)
+    assert all(len(line["confidence_error"]) == 3 for line in lines if "simulated_acceptance_length" in line)
     (last,) = (line for line in lines if "confidence_temperatures" in line)
     assert last["step"] == max(line["step"] for line in lines)
-    assert last["confidence_documents"] == 6  # all that are held out, not the three that evaluations walk
+    assert last["confidence_documents"] == 6  # all that are held out, not the three that evaluations simulate
     raw, calibrated = ([x for x in last[name] if x is not None] for name in ("confidence_error", "confidence_error_calibrated"))
     assert sum(calibrated) <= sum(raw) + 1e-12
     config = json.loads((finished / "drafter/config.json").read_text())["spectrain"]
@@ -47,7 +47,7 @@ def test_a_kill_after_the_last_step_loses_no_calibration(finished, arguments, tm
     manifest = json.loads((path / "manifest.json").read_text())
     manifest["stages"]["fit"]["status"] = "running"
     (path / "manifest.json").write_text(json.dumps(manifest))
-    note_facts(path / "drafter", {"confidence_temperatures": []})
+    add_metadata(path / "drafter", {"confidence_temperatures": []})
     assert load_drafter(path / "drafter").temperatures == ()
 
     assert cli.main(["fit", *arguments, f"run.dir={path}"]) == 0
@@ -67,8 +67,8 @@ def test_every_policy_is_measured_in_every_batch(finished):
     fixed, threshold = records[2], records[3]
     assert fixed.drafted_tokens == 3 * fixed.rounds
     assert 0 < threshold.drafted_tokens < 3 * threshold.rounds
-    assert fixed.walk_acceptance_length == fixed.acceptance_length
-    assert threshold.walk_acceptance_length is None
+    assert fixed.simulated_acceptance_length == fixed.acceptance_length
+    assert threshold.simulated_acceptance_length is None
     assert len(fixed.confidence.ece) == len(fixed.confidence.auroc) == 3
     assert sum(count for _, _, count in fixed.confidence.bins) == sum(count for _, _, count in fixed.confidence.raw_bins)
 

@@ -11,10 +11,10 @@ from tiny import tiny_target
 from workplace import make, write_prompts
 
 from spectrain import cli
+from spectrain.data.hidden_states import StoredHiddenStates
 from spectrain.data.responses import ResponseStore
-from spectrain.data.states import StateStore
-from spectrain.drafters.folder import load_drafter, save_drafter
-from spectrain.evaluation.record import read_records
+from spectrain.drafters.drafter_folder import load_drafter, save_drafter
+from spectrain.evaluation.records import read_records
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +38,10 @@ def run_dir(finished, tmp_path):
 
 @pytest.fixture
 def spectrain(arguments, run_dir, capsys):
-    """Run a verb over the copy; returns the lines it said."""
+    """Run a command over the copy; returns the lines it said."""
 
-    def run(verb, *more, base=True):
-        code = cli.main([verb, *(arguments if base else ()), f"run.dir={run_dir}", *more])
+    def run(command, *more, base=True):
+        code = cli.main([command, *(arguments if base else ()), f"run.dir={run_dir}", *more])
         captured = capsys.readouterr()
         assert code == 0, captured.err
         run.out = captured.out
@@ -60,7 +60,7 @@ def test_a_run_writes_what_the_design_says(finished):
         "config.yaml",
         "manifest.json",
         "responses",
-        "states",
+        "hidden_states",
         "checkpoints",
         "drafter",
         "metrics.jsonl",
@@ -70,7 +70,7 @@ def test_a_run_writes_what_the_design_says(finished):
     responses = ResponseStore(finished / "responses").load()
     assert len(responses) == 22
     assert sorted(response.split for response in responses).count("heldout") == 6
-    store = StateStore(finished / "states")
+    store = StoredHiddenStates(finished / "hidden_states")
     assert store.meta.tap_ids == (2, 3, 4)
     assert sorted(store.keys) == sorted(response.key for response in responses)
     for response in responses:
@@ -79,16 +79,16 @@ def test_a_run_writes_what_the_design_says(finished):
         assert states.split == response.split
     assert load_drafter(finished / "drafter").vocab.ids_D.shape == (100,)
     steps = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
-    assert any("walk_acceptance_length" in step for step in steps)
+    assert any("simulated_acceptance_length" in step for step in steps)
 
 
-def test_the_promise_is_kept(finished):
+def test_the_simulation_is_kept(finished):
     none, ngram, drafter = read_records(finished / "eval")
     assert [record.method for record in (none, ngram, drafter)] == ["none", "ngram", "eagle3"]
     assert ngram.output_identical and drafter.output_identical
     assert none.acceptance_length is None or none.acceptance_length == 1.0
-    assert drafter.walk_acceptance_length == drafter.acceptance_length
-    assert drafter.walk_rounds == drafter.rounds
+    assert drafter.simulated_acceptance_length == drafter.acceptance_length
+    assert drafter.simulated_rounds == drafter.rounds
     assert (finished / "report.html").read_text(encoding="utf-8").lstrip().startswith("<!")
 
 
@@ -111,34 +111,34 @@ def test_changed_taps_capture_and_train_again_but_do_not_generate(spectrain, run
     before = times(run_dir / "responses")
     lines = spectrain("fit", "drafter.taps=[1,5]")
     assert lines[0] == "generate: unchanged, skipped"
-    assert lines[1] == "capture: drafter.taps changed from [2, 3, 4] to [1, 5]: states are captured again"
-    assert StateStore(run_dir / "states").meta.tap_ids == (1, 5)
+    assert lines[1] == "capture: drafter.taps changed from [2, 3, 4] to [1, 5]: hidden states are captured again"
+    assert StoredHiddenStates(run_dir / "hidden_states").meta.tap_ids == (1, 5)
     assert load_drafter(run_dir / "drafter").taps == (1, 5)
     assert times(run_dir / "responses") == before
     assert not (run_dir / "eval").exists()  # measured on a drafter that is gone
 
 
 def test_a_changed_learning_rate_only_trains_again(spectrain, run_dir):
-    before = times(run_dir / "states") | times(run_dir / "responses")
+    before = times(run_dir / "hidden_states") | times(run_dir / "responses")
     weights = (run_dir / "drafter/model.safetensors").read_bytes()
     lines = spectrain("fit", "trainer.learning_rate=0.02")
     assert lines[:2] == ["generate: unchanged, skipped", "capture: unchanged, skipped"]
     why = "fit: trainer.learning_rate changed from 0.01 to 0.02: the drafter is trained again and replaced (another run.dir keeps it)"
     assert why in lines
-    assert times(run_dir / "states") | times(run_dir / "responses") == before
+    assert times(run_dir / "hidden_states") | times(run_dir / "responses") == before
     assert (run_dir / "drafter/model.safetensors").read_bytes() != weights
 
 
 def test_more_prompts_keep_what_is_there(spectrain, run_dir, tmp_path):
     write_prompts(tmp_path / "more.jsonl", range(30, 34))
-    kept = times(run_dir / "responses") | times(run_dir / "states")
-    del kept[run_dir / "states/index.json"]
+    kept = times(run_dir / "responses") | times(run_dir / "hidden_states")
+    del kept[run_dir / "hidden_states/index.json"]
     train = next(argument for argument in make_arguments(run_dir) if argument.startswith("data.train"))
     path = train.removeprefix("data.train=")
     lines = spectrain("capture", f"data.train=[{path},{tmp_path / 'more.jsonl'}]")
     assert lines[0].startswith("generate: training prompts changed from 16 (")
     assert lines[0].endswith(": what is missing is added")
-    assert len(StateStore(run_dir / "states")) == 26
+    assert len(StoredHiddenStates(run_dir / "hidden_states")) == 26
     now = times(run_dir)
     assert all(now[file] == time for file, time in kept.items())
     rows = [pq.ParquetFile(part).metadata.num_rows for part in sorted((run_dir / "responses").glob("*.parquet"))]
@@ -153,10 +153,10 @@ def make_arguments(run_dir):
 
 
 def test_fewer_prompts_need_no_work_on_the_target(spectrain, run_dir):
-    before = times(run_dir / "states") | times(run_dir / "responses")
+    before = times(run_dir / "hidden_states") | times(run_dir / "responses")
     lines = spectrain("fit", "data.max_train=8")
     assert any(line.startswith("fit: 8 documents") for line in lines)
-    assert times(run_dir / "states") | times(run_dir / "responses") == before
+    assert times(run_dir / "hidden_states") | times(run_dir / "responses") == before
 
 
 def test_measurements_stand_beside_each_other(spectrain, run_dir):
@@ -192,7 +192,7 @@ def test_eval_of_a_folder_without_a_run(arguments, finished, tmp_path, capsys):
     assert [record.method for record in records] == ["none", "ngram", "eagle3"]
     assert records[-1].output_identical
     assert records[-1].concurrency == 2
-    assert records[-1].walk_acceptance_length is None  # no stored text to walk on
+    assert records[-1].simulated_acceptance_length is None  # no stored text to simulate on
 
 
 def test_a_sweep_shares_responses_and_states(arguments, tmp_path, capsys):
@@ -201,7 +201,7 @@ def test_a_sweep_shares_responses_and_states(arguments, tmp_path, capsys):
     captured = capsys.readouterr()
     assert code == 0, captured.err
     jobs = [sweep / f"trainer.learning_rate={rate}" for rate in (0.01, 0.02)]
-    assert all((job / "drafter/model.safetensors").is_file() and not (job / "states").exists() for job in jobs)
+    assert all((job / "drafter/model.safetensors").is_file() and not (job / "hidden_states").exists() for job in jobs)
     assert (jobs[0] / "drafter/model.safetensors").read_bytes() != (jobs[1] / "drafter/model.safetensors").read_bytes()
     assert captured.err.count("capture: states of 22 documents") == 1
     assert captured.err.count("capture: unchanged, skipped") == 2
@@ -223,15 +223,15 @@ def test_training_goes_on_from_a_folder(arguments, finished, tmp_path, capsys):
     edit(half / "config.json", lambda config: config.update(eagle_aux_hidden_state_layer_ids=[1, 4, 5]))
     more = [
         f"drafter.path={half}",
-        "drafter.unroll_steps=2",
+        "drafter.ttt_steps=2",
         "drafter.loss.weights.kl=1",
         "drafter.draft_vocab_size=7",
         "trainer.max_steps=1",
     ]
     run_dir = tmp_path / "run"
     assert cli.main(["fit", *arguments, f"run.dir={run_dir}", *more, "trainer.learning_rate=1e-30"]) == 0, capsys.readouterr().err
-    assert "closed-form start" not in capsys.readouterr().err
-    assert StateStore(run_dir / "states").meta.tap_ids == (1, 4, 5)
+    assert "closed-form initialisation" not in capsys.readouterr().err
+    assert StoredHiddenStates(run_dir / "hidden_states").meta.tap_ids == (1, 4, 5)
     then = load_drafter(run_dir / "drafter")
     assert (then.taps, then.steps, len(then.vocab.ids_D)) == ((1, 4, 5), 2, 100)
     for name, tensor in then.body.state_dict().items():
@@ -265,7 +265,7 @@ def test_serve_goes_by_what_was_evaluated(spectrain, run_dir):
 
 def test_jobs_of_a_sweep_may_differ_in_precision(arguments, tmp_path, capsys):
     sweep = tmp_path / "sweep"
-    more = ["trainer.precision=float32,bfloat16", "trainer.max_steps=1", "drafter.init=target", "states.shard_bytes=1125899906842624"]
+    more = ["trainer.precision=float32,bfloat16", "trainer.max_steps=1", "drafter.init=target", "hidden_states.shard_bytes=1125899906842624"]
     assert cli.main(["fit", "-m", *arguments, f"run.dir={sweep}", *more]) == 0, capsys.readouterr().err
     losses = [json.loads((job / "metrics.jsonl").read_text().splitlines()[1])["loss"] for job in sorted(sweep.glob("trainer*"))]
     assert losses[0] != losses[1]
@@ -284,7 +284,7 @@ def test_a_prompt_without_room_is_found_before_anything_is_measured(spectrain, a
 
 
 def test_states_that_changed_on_disk_cost_no_drafter(arguments, run_dir, capsys):
-    shard = run_dir / "states/shard-00000.safetensors"
+    shard = run_dir / "hidden_states/shard-00000.safetensors"
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1
     shard.write_bytes(content)
@@ -292,7 +292,7 @@ def test_states_that_changed_on_disk_cost_no_drafter(arguments, run_dir, capsys)
     assert cli.main(["fit", *arguments, f"run.dir={run_dir}", "trainer.learning_rate=0.02"]) == 2
     assert "shard-00000.safetensors does not have the checksum of the index" in capsys.readouterr().err
     assert times(run_dir / "drafter") == before
-    shutil.rmtree(run_dir / "states")  # as the message says
+    shutil.rmtree(run_dir / "hidden_states")  # as the message says
     assert cli.main(["fit", *arguments, f"run.dir={run_dir}", "trainer.learning_rate=0.02"]) == 0, capsys.readouterr().err
 
 

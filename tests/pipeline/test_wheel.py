@@ -44,16 +44,16 @@ def test_all_shared_files_are_inside(wheel):
         files = [path.relative_to(ROOT) for path in (ROOT / folder).rglob("*") if path.suffix in (".yaml", ".jsonl")]
         assert files
         assert {f"spectrain/_share/{file}" for file in files} <= inside
-    assert "spectrain/evaluation/report.html.jinja" in inside
+    assert "spectrain/evaluation/report/report.html.jinja" in inside
     assert {f"spectrain/{path.relative_to(ROOT / 'spectrain')}" for path in (ROOT / "spectrain").rglob("*.py")} <= inside
     assert not any(name.startswith(("tests/", "conf/")) for name in inside)
 
 
 def test_the_package_comes_from_the_wheel(installed, tmp_path):
-    code = "import spectrain.share as share; print(share.__file__); print(share.shipped_folder('recipes'))"
+    code = "from spectrain.config import folders; print(folders.__file__); print(folders.shipped_folder('recipes'))"
     environment = {**os.environ, "PYTHONPATH": str(installed), "PYTHONSAFEPATH": "1"}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == [str(installed / "spectrain/share.py"), str(installed / "spectrain/_share/recipes")]
+    assert done.stdout.splitlines() == [str(installed / "spectrain/config/folders.py"), str(installed / "spectrain/_share/recipes")]
 
 
 def test_help_from_an_empty_directory(installed, tmp_path):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spectrain.drafters.attention import ColumnLayout, unrolled_attention
+from spectrain.drafters.autoregressive.unroll_attention import ColumnLayout, unrolled_attention
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 N, G, D = 4, 2, 16  # flex wants head sizes of 16 or more
@@ -45,7 +45,7 @@ class Case:
     def gradients(self, out: Tensor) -> list[Tensor]:
         return list(torch.autograd.grad(out, self.inputs, self.d_out))
 
-    def twin(self) -> Tensor:
+    def reference(self) -> Tensor:
         q, k0, v0, own_k, own_v = self.parts()
         rows = []
         for m, column in enumerate(self.columns):
@@ -65,7 +65,7 @@ class Case:
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
 def test_forward_and_backward(backend: str, layout: str, own: int) -> None:
     case = Case(layout, own)
-    found, expected = case.run(backend), case.twin()
+    found, expected = case.run(backend), case.reference()
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
     for ours, theirs in zip(case.gradients(found), case.gradients(expected), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
@@ -76,7 +76,7 @@ def test_forward_and_backward(backend: str, layout: str, own: int) -> None:
 def test_flex_forward(layout: str, own: int) -> None:
     case = Case(layout, own, torch.float32)
     case.inputs = [x.detach() for x in case.inputs]  # it has no backward pass on a CPU
-    torch.testing.assert_close(case.run("flex"), case.twin(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(case.run("flex"), case.reference(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="flex attention has no backward pass on a CPU")
@@ -84,7 +84,7 @@ def test_flex_forward(layout: str, own: int) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_flex_on_a_gpu_forward_and_backward(layout: str, own: int) -> None:
     case = Case(layout, own, torch.float32, "cuda")
-    found, expected = case.run("flex"), case.twin()
+    found, expected = case.run("flex"), case.reference()
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
     for ours, theirs in zip(case.gradients(found), case.gradients(expected), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=2e-4)
@@ -105,4 +105,4 @@ def test_one_layout_serves_several_calls() -> None:
     for backend in ("eager", "sdpa"):
         for own in (0, 2, 1, 0):
             case = Case("one document", own)
-            torch.testing.assert_close(unrolled_attention(*case.parts(), layout, backend), case.twin(), rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(unrolled_attention(*case.parts(), layout, backend), case.reference(), rtol=1e-10, atol=1e-12)

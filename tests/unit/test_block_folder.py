@@ -12,9 +12,9 @@ from block_tools import BLOCK_VARIANTS, DFLASH2, DSPARK, BlockOptions, block_ten
 from drafter_tools import HIDDEN, VOCAB
 from safetensors.torch import load_file, save_file
 
-from spectrain.decoding.verify import GREEDY, Law
-from spectrain.drafters.block.drafter import BlockDrafter
-from spectrain.drafters.folder import load_drafter, read_method, read_shape, save_drafter
+from spectrain.decoding.sampling import GREEDY, SamplingParams
+from spectrain.drafters.block.block_drafter import BlockDrafter
+from spectrain.drafters.drafter_folder import load_drafter, read_method, read_shape, save_drafter
 from spectrain.errors import InputError
 
 
@@ -50,8 +50,8 @@ def test_saved_and_loaded_is_the_same_bits(tmp_path: Path, options: BlockOptions
         cache = one.new_cache(2)
         one.observe(cache, torch.zeros(2, 7, dtype=torch.long), taps, torch.tensor([7, 5]))
         streams = [torch.Generator().manual_seed(b) for b in range(2)]
-        proposals.append(one.propose(cache, torch.tensor([1, 2]), 4, Law(temperature=1.0), streams))
-    assert torch.equal(proposals[0].law, proposals[1].law) and torch.equal(proposals[0].ids, proposals[1].ids)
+        proposals.append(one.propose(cache, torch.tensor([1, 2]), 4, SamplingParams(temperature=1.0), streams))
+    assert torch.equal(proposals[0].log_probs, proposals[1].log_probs) and torch.equal(proposals[0].ids, proposals[1].ids)
     if options.confidence:
         assert torch.equal(proposals[0].confidence, proposals[1].confidence)
 

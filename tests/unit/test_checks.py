@@ -5,17 +5,17 @@ import shutil
 
 import pytest
 import torch
-from layout_tools import eagle3, write
+from foreign_layouts import eagle3, write
 from tiny import tiny_target
 
 from spectrain import cli
-from spectrain.checks import check_disk
 from spectrain.data.vocab import DraftVocab
-from spectrain.drafters.folder import save_drafter
+from spectrain.drafters.autoregressive.eagle3 import Eagle3Shape
+from spectrain.drafters.autoregressive.eagle3_drafter import Eagle3
+from spectrain.drafters.drafter_folder import save_drafter
 from spectrain.drafters.layers import LayerShape
-from spectrain.drafters.recurrent.drafter import Eagle3
-from spectrain.drafters.recurrent.eagle3 import Eagle3Shape
 from spectrain.stages import plan
+from spectrain.stages.checks import check_disk
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +40,8 @@ def write_prompts(path, numbers):
     path.write_text("".join(json.dumps({"turns": [f"Say {number}."]}) + "\n" for number in numbers), encoding="utf-8")
 
 
-def dry_run(capsys, *arguments, verb="run"):
-    code = cli.main([verb, *arguments, "--dry-run"])
+def dry_run(capsys, *arguments, command="run"):
+    code = cli.main([command, *arguments, "--dry-run"])
     captured = capsys.readouterr()
     return code, captured.out, captured.err
 
@@ -63,7 +63,7 @@ def test_a_dry_run_prints_the_plan_and_touches_nothing(capsys, workplace, tmp_pa
     assert sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.parametrize("verb", ["generate", "capture", "fit", "run"])
+@pytest.mark.parametrize("command", ["generate", "capture", "fit", "run"])
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
@@ -71,8 +71,8 @@ def test_a_dry_run_prints_the_plan_and_touches_nothing(capsys, workplace, tmp_pa
         ("drafter.taps=[2,8]", "drafter.taps=[2, 8]: 8 lies beyond the last layer; the target has 7 layers, so taps run from 0 to 7"),
     ],
 )
-def test_a_drafter_that_does_not_fit_the_target(capsys, workplace, verb, argument, message):
-    code, _, err = dry_run(capsys, *workplace, argument, verb=verb)
+def test_a_drafter_that_does_not_fit_the_target(capsys, workplace, command, argument, message):
+    code, _, err = dry_run(capsys, *workplace, argument, command=command)
     assert (code, err.count("\n")) == (2, 1)
     assert message in err
 
@@ -85,7 +85,7 @@ def test_a_drafter_that_does_not_fit_the_target(capsys, workplace, verb, argumen
         ("drafter.num_key_value_heads=0", "drafter.num_key_value_heads=0 must be at least 1"),
         ("target.max_length=513", "target.max_length=513 exceeds the target's 512 positions"),
         ("sampling.max_new_tokens=256", "sampling.max_new_tokens=256 leaves no room for a prompt in target.max_length=256"),
-        ("trainer.row_tokens=16", "trainer.row_tokens=16 cannot hold a prompt and an answer"),
+        ("trainer.packed_length=16", "trainer.packed_length=16 cannot hold a prompt and an answer"),
         ("decoding.num_speculative_tokens=17", "decoding.num_speculative_tokens=17 is more than an answer may have (16 tokens)"),
         ("drafter.loss.weights.mse=1", "loss name mse is unknown"),
         ("logger.trackers=[pencil]", "logger.trackers: pencil is unknown"),
@@ -120,7 +120,7 @@ def test_a_run_directory_of_another_target(capsys, workplace, tmp_path):
 
 
 def test_eval_needs_a_drafter_of_this_target(capsys, workplace, tmp_path):
-    code, _, err = dry_run(capsys, *workplace, verb="eval")
+    code, _, err = dry_run(capsys, *workplace, command="eval")
     assert code == 2
     assert "run.dir: run/drafter holds no drafter (config.json is missing): run spectrain fit first" in err
     for wrong, message in (
@@ -135,8 +135,8 @@ def test_eval_needs_a_drafter_of_this_target(capsys, workplace, tmp_path):
         ({"speculators_model_type": "medusa"}, "drafter/config.json: speculators_model_type is 'medusa'"),
     ):
         write_drafter(tmp_path / "drafter", **wrong)
-        for verb in ("eval", "fit"):
-            code, _, err = dry_run(capsys, *workplace, "drafter.path=drafter", verb=verb)
+        for command in ("eval", "fit"):
+            code, _, err = dry_run(capsys, *workplace, "drafter.path=drafter", command=command)
             assert (code, err.count("\n")) == (2, 1)
             assert message in err
 
@@ -155,30 +155,30 @@ def write_drafter(folder, **wrong):
 
 def test_training_goes_on_from_a_folder_with_its_taps_and_never_from_its_own_output(capsys, workplace, tmp_path):
     write_drafter(tmp_path / "old/drafter")
-    code, out, err = dry_run(capsys, *workplace, "drafter.path=old/drafter", verb="fit")
+    code, out, err = dry_run(capsys, *workplace, "drafter.path=old/drafter", command="fit")
     assert code == 0, err
     assert "taps [1, 5], from old/drafter" in out
-    code, _, err = dry_run(capsys, *workplace, "drafter.path=old/drafter", "drafter.taps=[2,3]", verb="fit")
+    code, _, err = dry_run(capsys, *workplace, "drafter.path=old/drafter", "drafter.taps=[2,3]", command="fit")
     assert (code, err.count("\n")) == (2, 1)
     assert "drafter.taps=[2, 3], but the drafter in old/drafter reads [1, 5]: set drafter.taps=null" in err
     (tmp_path / "old/manifest.json").write_text('{"schema_version": 1, "target": null, "stages": {}}')
-    code, _, err = dry_run(capsys, *workplace, "drafter.path=old/../old/drafter", "run.dir=old", verb="fit")
+    code, _, err = dry_run(capsys, *workplace, "drafter.path=old/../old/drafter", "run.dir=old", command="fit")
     assert (code, err.count("\n")) == (2, 1)
     assert "is where this run writes its own drafter: use another run.dir" in err
 
 
-@pytest.mark.parametrize("verb", ["fit", "eval"])
-def test_a_drafter_in_the_layout_of_others(capsys, workplace, tmp_path, verb):
+@pytest.mark.parametrize("command", ["fit", "eval"])
+def test_a_drafter_in_the_layout_of_others(capsys, workplace, tmp_path, command):
     """EAGLE's layout need not say which layers are read: the target decides."""
     layer = LayerShape("llama", 32, 48, 4, 2, 8, 1e-5, {"rope_type": "default", "rope_theta": 10000.0}, 512)
     shape = Eagle3Shape(layer, num_layers=1, taps=(2, 3, 4), target_vocab_size=304, draft_vocab_size=100)
     drafter = Eagle3(shape, DraftVocab(torch.arange(100), 304, 1.0))
     write(eagle3, drafter, tmp_path / "theirs", eagle_aux_hidden_state_layer_ids=None)
-    code, out, err = dry_run(capsys, *workplace, "drafter.path=theirs", verb=verb)
+    code, out, err = dry_run(capsys, *workplace, "drafter.path=theirs", command=command)
     assert code == 0, err
     assert "eagle3, taps [2, 3, 4], from theirs" in out
     write(eagle3, drafter, tmp_path / "theirs", eagle_aux_hidden_state_layer_ids=[2, 3, 9])
-    code, _, err = dry_run(capsys, *workplace, "drafter.path=theirs", verb=verb)
+    code, _, err = dry_run(capsys, *workplace, "drafter.path=theirs", command=command)
     assert (code, err.count("\n")) == (2, 1)
     assert "drafter theirs was trained for another target: it reads tap 9 of 7 layers" in err
 
@@ -212,7 +212,7 @@ def test_a_target_that_cannot_chat_is_refused_before_anything_is_written(capsys,
 
 
 def test_eval_without_a_run_needs_prompts_of_its_own(capsys, workplace, target):
-    code, _, err = dry_run(capsys, f"target.path={target}", "run.dir=run", verb="eval")
+    code, _, err = dry_run(capsys, f"target.path={target}", "run.dir=run", command="eval")
     assert code == 2
     assert "suite.prompts=heldout needs the run's prompts" in err
 
@@ -229,10 +229,10 @@ def test_a_disk_that_is_too_small(workplace, monkeypatch, capsys):
 
 
 def test_the_estimate_counts_what_the_store_will_hold(capsys, workplace, target):
-    from spectrain.checks import prepare
-    from spectrain.compose import compose
+    from spectrain.config.loading import compose
+    from spectrain.stages.checks import prepare
 
-    context = prepare(compose([*workplace, "states.dtype=bfloat16"]), "run")
+    context = prepare(compose([*workplace, "hidden_states.dtype=bfloat16"]), "run")
     numbers = plan.estimate(context)
     # (3 taps + 1) × 32 values of 2 bytes, and 4 + 1 + 4 bytes for id, mask and normalizer.
     assert numbers.states_bytes == numbers.tokens * (4 * 32 * 2 + 9)

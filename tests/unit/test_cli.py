@@ -6,15 +6,15 @@ import sys
 import pytest
 
 from spectrain import cli
+from spectrain.config.folders import GROUP_FOLDERS, group_options
+from spectrain.config.help_text import COMMANDS, overview, command_help
 from spectrain.errors import ConfigError, RunError
-from spectrain.share import GROUP_FOLDERS, group_options
-from spectrain.usage import VERBS, overview, verb_help
 
 
 @pytest.fixture(autouse=True)
 def _no_work(monkeypatch):
     """A command line that gets as far as work has passed every check that this file is about."""
-    monkeypatch.setattr("spectrain.checks.prepare", lambda *arguments, **named: pytest.fail("work was about to start"))
+    monkeypatch.setattr("spectrain.stages.checks.prepare", lambda *arguments, **named: pytest.fail("work was about to start"))
 
 
 def run(capsys, *arguments):
@@ -30,21 +30,21 @@ def test_without_arguments_the_overview(capsys):
     assert run(capsys, "--help")[:2] == (0, out)
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_help_of_a_verb_shows_groups_options_keys_and_an_example(capsys, verb):
-    code, out, _ = run(capsys, verb, "--help")
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_a_command_shows_groups_options_keys_and_an_example(capsys, command):
+    code, out, _ = run(capsys, command, "--help")
     assert code == 0
-    assert f"spectrain {verb}: {VERBS[verb].summary}" in out
-    assert f"  spectrain {verb}" in out  # an example
-    for key in VERBS[verb].keys:
+    assert f"spectrain {command}: {COMMANDS[command].summary}" in out
+    assert f"  spectrain {command}" in out  # an example
+    for key in COMMANDS[command].keys:
         assert f"  {key}=" in out
-    for group in set(VERBS[verb].sections) & set(GROUP_FOLDERS):
+    for group in set(COMMANDS[command].sections) & set(GROUP_FOLDERS):
         assert all(option in out for option in group_options(group))
     assert max(map(len, out.splitlines())) <= 120
 
 
 def test_help_explains_keys_with_the_comments_of_the_dataclasses():
-    text = verb_help("fit")
+    text = command_help("fit")
     assert "drafter.draft_vocab_size=null" in text
     assert "None: the target's whole vocabulary" in text
     assert "trainer.learning_rate=0.001" in text
@@ -59,8 +59,8 @@ def test_version(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["genrate"], "unknown verb 'genrate': did you mean generate?"),
-        (["fly"], "unknown verb 'fly': use one of generate, capture"),
+        (["genrate"], "unknown command 'genrate': did you mean generate?"),
+        (["fly"], "unknown command 'fly': use one of generate, capture"),
         (["fit", "--dryrun"], "unknown option --dryrun: the options are --dry-run"),
         (["fit", "trainer.learning_rat=1"], "unknown key trainer.learning_rat: did you mean trainer.learning_rate?"),
         (["fit", "recipe=quickstart", "trainer.epochs=abc"], "trainer.epochs must be a whole number, got 'abc'"),
@@ -104,7 +104,7 @@ def test_exit_codes(capsys, monkeypatch, error, code, text):
 
 def test_flags_may_stand_anywhere():
     command = cli.parse(["--debug", "fit", "a=1", "-m", "b=2", "--dry-run"])
-    assert (command.verb, command.overrides) == ("fit", ("a=1", "b=2"))
+    assert (command.command, command.overrides) == ("fit", ("a=1", "b=2"))
     assert command.debug and command.multirun and command.dry_run
     command = cli.parse(["inspect", "responses", "--limit=4", "run.dir=x", "--split", "train"])
     assert (command.words, command.values, command.overrides) == (("responses",), {"limit": "4", "split": "train"}, ("run.dir=x",))

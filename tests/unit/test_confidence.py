@@ -6,16 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from spectrain.decoding.confidence import (
-    Calibration,
-    ConfidenceSamples,
-    ThresholdPolicy,
-    auroc,
-    calibration_error,
-    fit_calibration,
-    reliability,
-    survival,
-)
+from spectrain.decoding.confidence import Calibration, ConfidenceSamples, auroc, calibration_error, fit_calibration, reliability, survival
+from spectrain.decoding.draft_policy import ThresholdPolicy
 from spectrain.decoding.scheduler import SchedulerPolicy, StepCost, schedule
 from spectrain.errors import ConfigError
 
@@ -69,7 +61,7 @@ def test_calibration_never_makes_the_fitted_set_worse(rounds, seed):
 
     def error(calibration):
         predicted = samples.survival(calibration)
-        return np.mean([calibration_error(predicted[s, k], samples.stood[s, k]) for k, s in enumerate(samples.seen.T) if s.any()])
+        return np.mean([calibration_error(predicted[s, k], samples.accepted[s, k]) for k, s in enumerate(samples.seen.T) if s.any()])
 
     fitted = fit_calibration(samples)
     assert len(fitted.temperatures) == 4
@@ -78,34 +70,34 @@ def test_calibration_never_makes_the_fitted_set_worse(rounds, seed):
 
 def test_the_first_slot_is_the_likeliest_that_raises_no_error():
     samples = over_confident(3000, (3.0, 0.4))
-    z, stood = logit(samples.confidence[:, 0]), samples.stood[:, 0]
+    z, accepted = logit(samples.confidence[:, 0]), samples.accepted[:, 0]
 
     def likelihood(t):
-        return np.log(np.where(stood > 0, sigmoid(z / t), sigmoid(-z / t))).sum()
+        return np.log(np.where(accepted > 0, sigmoid(z / t), sigmoid(-z / t))).sum()
 
     best = fit_calibration(samples).temperatures[0]
-    raw = calibration_error(samples.confidence[:, 0], stood)
-    allowed = [t for t in np.geomspace(0.1, 10, 200) if calibration_error(sigmoid(z / t), stood) <= raw]
-    assert calibration_error(sigmoid(z / best), stood) <= raw
+    raw = calibration_error(samples.confidence[:, 0], accepted)
+    allowed = [t for t in np.geomspace(0.1, 10, 200) if calibration_error(sigmoid(z / t), accepted) <= raw]
+    assert calibration_error(sigmoid(z / best), accepted) <= raw
     assert likelihood(best) >= max(likelihood(t) for t in allowed) - 0.05
 
 
 def test_what_tells_drafts_apart_is_not_traded_for_a_smaller_error():
-    """Half of the drafts stand, and the head is a little wrong in every bin: the smallest error has a head that always says one half."""
+    """Half of the drafts are accepted, and the head is a little wrong in every bin: the smallest error has a head that always says one half."""
     rng = np.random.default_rng(0)
     z = rng.normal(0.0, 1.0, 20000)
     said = sigmoid(z)
-    stood = (rng.random(len(z)) < said + 0.04 * (-1.0) ** np.floor(15 * said)).astype(float)
-    assert calibration_error(sigmoid(z / 16), stood) < calibration_error(said, stood)
-    (temperature,) = fit_calibration(ConfidenceSamples(said[:, None], stood[:, None], np.ones((len(z), 1), dtype=bool))).temperatures
+    accepted = (rng.random(len(z)) < said + 0.04 * (-1.0) ** np.floor(15 * said)).astype(float)
+    assert calibration_error(sigmoid(z / 16), accepted) < calibration_error(said, accepted)
+    (temperature,) = fit_calibration(ConfidenceSamples(said[:, None], accepted[:, None], np.ones((len(z), 1), dtype=bool))).temperatures
     assert 0.8 < temperature < 1.25
 
 
 def test_slots_that_nobody_saw_change_nothing():
     samples = over_confident(500, (2.0, 1.0))
     samples.seen[:, 1] = False
-    other = ConfidenceSamples(samples.confidence, samples.stood.copy(), samples.seen)
-    other.stood[:, 1] = 1 - other.stood[:, 1]
+    other = ConfidenceSamples(samples.confidence, samples.accepted.copy(), samples.seen)
+    other.accepted[:, 1] = 1 - other.accepted[:, 1]
     assert fit_calibration(samples) == fit_calibration(other)
     assert fit_calibration(samples).temperatures[1] == 1.0
 

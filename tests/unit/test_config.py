@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 
-from spectrain.build import build, flatten, key_types
-from spectrain.config import DrafterConfig, SpectrainConfig
+from spectrain.config.conversion import build, flatten, key_types
+from spectrain.config.drafter_schema import DrafterConfig
+from spectrain.config.schema import SpectrainConfig
 from spectrain.errors import ConfigError
 
 
@@ -25,7 +26,7 @@ def test_defaults_survive_a_round_trip():
         ("trainer", "learning_rate", float("nan"), "trainer.learning_rate must be a finite number, got nan"),
         ("trainer", "learning_rate", float("inf"), "trainer.learning_rate must be a finite number, got inf"),
         ("trainer", "learning_rate", False, "trainer.learning_rate must be a number, got false"),
-        ("states", "verify_checksums", 1, "states.verify_checksums must be true or false, got 1"),
+        ("hidden_states", "verify_checksums", 1, "hidden_states.verify_checksums must be true or false, got 1"),
         ("target", "path", 1.5, "target.path must be text, got 1.5"),
         ("drafter", "taps", [1, "x"], "drafter.taps[1] must be a whole number, got 'x'"),
         ("drafter", "taps", {"a": 1}, "drafter.taps must be a list, got {'a': 1}"),
@@ -60,7 +61,7 @@ def test_null_where_it_is_allowed():
         ({"trainr": {}}, "unknown key trainr: the sections are run, target, data"),
         ({"trainer": {"temperature": 1}}, "unknown key trainer.temperature: did you mean sampling.temperature?"),
         ({"drafter": {"loss": {"wheights": {}}}}, "unknown key drafter.loss.wheights: did you mean drafter.loss.weights?"),
-        ({"states": {"zzz": 1}}, "unknown key states.zzz: the keys of states are source, dtype"),
+        ({"hidden_states": {"zzz": 1}}, "unknown key hidden_states.zzz: the keys of hidden_states are source, dtype"),
     ],
 )
 def test_unknown_keys_are_errors_with_a_suggestion(values, message):

@@ -1,4 +1,4 @@
-"""Commands in the documentation are commands that the program takes: verbs, options, groups and keys exist."""
+"""Commands in the documentation are commands that the program takes: commands, options, groups and keys exist."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from spectrain import cli
-from spectrain.compose import compose, sweep_jobs
+from spectrain.config.loading import compose, sweep_jobs
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -25,7 +25,7 @@ def commands(page: Path) -> list[str]:
 @pytest.mark.parametrize("command", [pytest.param(line, id=line) for page in PAGES for line in commands(page)])
 def test_it_can_be_typed_as_it_stands(command: str) -> None:
     parsed = cli.parse(shlex.split(command, comments=True)[1:])
-    assert parsed.verb
+    assert parsed.command
     if parsed.multirun:
         assert len(sweep_jobs(parsed.overrides)) > 1
     else:

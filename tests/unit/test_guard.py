@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from spectrain.engines.guard import guarded
+from spectrain.engines.vllm.guard import guarded
 
 PATIENCE_S = 30.0
 
@@ -53,7 +53,7 @@ def family(tmp_path):
         yield parent, numbers
     finally:
         for number in [parent.pid, *numbers]:
-            if lives(number):
+            if is_alive(number):
                 os.kill(number, signal.SIGKILL)
         parent.wait()
 
@@ -65,7 +65,7 @@ def wait_for(condition):
         time.sleep(0.01)
 
 
-def lives(number):
+def is_alive(number):
     """A zombie does not count: its parent may be slow to notice."""
     try:
         with open(f"/proc/{number}/stat") as file:
@@ -78,7 +78,7 @@ def lives(number):
 @pytest.mark.parametrize("victim", ["parent", "parent's group", "command", "told"])
 def test_nothing_is_left(family, victim, tmp_path):
     parent, numbers = family
-    assert all(map(lives, numbers))
+    assert all(map(is_alive, numbers))
     if victim == "parent":
         parent.kill()
     elif victim == "parent's group":
@@ -87,7 +87,7 @@ def test_nothing_is_left(family, victim, tmp_path):
         os.kill(numbers[1], signal.SIGKILL)
     else:
         os.kill(numbers[0], signal.SIGTERM)
-    wait_for(lambda: not any(map(lives, numbers)))
+    wait_for(lambda: not any(map(is_alive, numbers)))
     assert not (tmp_path / "scratch").exists()
 
 
@@ -95,7 +95,7 @@ def test_nothing_is_left(family, victim, tmp_path):
 def test_without_its_guard_the_command_is_told_to_end(family):
     _, (guard, command, _, _) = family
     os.kill(guard, signal.SIGKILL)
-    wait_for(lambda: not lives(command))
+    wait_for(lambda: not is_alive(command))
 
 
 @pytest.mark.parametrize(("code", "expected"), [("import sys; sys.exit(7)", 7), ("import os; os.kill(os.getpid(), 9)", 137)])

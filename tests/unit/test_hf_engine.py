@@ -11,16 +11,16 @@ import pytest
 import torch
 from tiny import CONFIGS, tiny_target
 
-from spectrain.config import EngineConfig, TargetConfig
+from spectrain.config.schema import EngineConfig, TargetConfig
+from spectrain.data.hidden_states import TargetStates, as_stored
 from spectrain.data.prompts import Conversation
 from spectrain.data.responses import Response, Sampling
-from spectrain.data.states import TargetStates, as_stored
 from spectrain.engines import hf_capture, hf_generate
+from spectrain.engines.check_states import check_states
 from spectrain.engines.hf import HFEngine
-from spectrain.engines.selfcheck import check_states
 from spectrain.errors import InputError, RunError
-from spectrain.target import cpu_attention as cpu_attention_module
-from spectrain.target.cpu_attention import CPU_SDPA, cpu_attention
+from spectrain.target import cpu_kernels as cpu_attention_module
+from spectrain.target.cpu_kernels import CPU_SDPA, cpu_attention
 from spectrain.target.head import TargetHead
 from spectrain.target.model import TargetModel
 from spectrain.target.resolve import resolve_target
@@ -57,7 +57,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> HFEngine:
 
 
 def full_logits(engine: HFEngine, ids: list[int]) -> torch.Tensor:
-    """Twin: the unmodified model over one whole document, [S, V]."""
+    """Reference implementation: the unmodified model over one whole document, [S, V]."""
     with torch.no_grad():
         return engine.target.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].double()
 
@@ -95,23 +95,23 @@ def test_greedy_answers_are_those_of_transformers_generate(family: str, tmp_path
         assert (response.split, response.domain, response.key) == (split, "d", engine.response_key(conversation, GREEDY))
 
 
-def drawn_twin(logits_V: torch.Tensor, sampling: Sampling, uniform: float) -> int:
-    """Inverse transform from the truncated law, token by token in float64."""
+def drawn_reference(logits_V: torch.Tensor, sampling: Sampling, uniform: float) -> int:
+    """Inverse transform from the truncated distribution, token by token in float64."""
     scaled = (logits_V / sampling.temperature).numpy()
     order = np.argsort(-scaled, kind="stable")[: sampling.top_k]
     probs = np.exp(scaled[order] - scaled[order].max())
     probs /= probs.sum()
     kept = [k for k in range(len(order)) if probs[:k].sum() < sampling.top_p]
-    law = {int(order[k]): probs[k] for k in kept}
-    target, total = uniform * sum(law.values()), 0.0
-    for token in sorted(law):
-        total += law[token]
+    sampling = {int(order[k]): probs[k] for k in kept}
+    target, total = uniform * sum(sampling.values()), 0.0
+    for token in sorted(sampling):
+        total += sampling[token]
         if target < total:
             return token
-    return max(law)
+    return max(sampling)
 
 
-def test_sampled_answers_follow_the_truncated_law_of_the_whole_document(llama: HFEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampled_answers_follow_the_truncated_distribution_of_the_whole_document(llama: HFEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     used: dict[str, list[float]] = {}
     real = hf_generate.DrawnDialogue.next_uniform
 
@@ -127,7 +127,7 @@ def test_sampled_answers_follow_the_truncated_law_of_the_whole_document(llama: H
         logits_SV = full_logits(llama, response.input_ids.tolist())
         start = len(response.input_ids) - len(answer)
         for step, token in enumerate(answer):
-            assert token == drawn_twin(logits_SV[start + step - 1], SAMPLED, uniforms[step])
+            assert token == drawn_reference(logits_SV[start + step - 1], SAMPLED, uniforms[step])
 
 
 def test_random_numbers_are_uniform_and_differ_between_prompts_turns_and_seeds() -> None:
@@ -278,7 +278,7 @@ def make_responses(lengths: list[int], seed: int = 0) -> list[Response]:
 
 
 def reference_states(engine: HFEngine, response: Response, tap_ids: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Twin: taps [S, A, H], none of them the last layer's, and logits [S, V], by the unmodified model on the document alone."""
+    """Reference implementation: taps [S, A, H], none of them the last layer's, and logits [S, V], by the unmodified model on the document alone."""
     with torch.no_grad():
         output = engine.target.model(
             input_ids=torch.from_numpy(response.input_ids).long()[None], use_cache=False, output_hidden_states=True
@@ -360,7 +360,7 @@ def test_the_self_check_names_a_head_that_differs(llama: HFEngine) -> None:
         check_states(llama.target, head, states)
 
 
-def test_the_self_check_finds_a_scale_that_leaves_the_arg_max_alone(llama: HFEngine) -> None:
+def test_the_self_check_finds_a_scale_that_leaves_the_argmax_alone(llama: HFEngine) -> None:
     states, head = first_states(llama), TargetHead.from_checkpoint(llama.resolved.folder)
     head.math = replace(head.math, logit_scale=1.3)
     with pytest.raises(RunError, match="log-probability"):

@@ -12,9 +12,9 @@ from rich.console import Console
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from spectrain.data.inspect import inspect_responses
 from spectrain.data.prompts import Conversation
 from spectrain.data.responses import Response, Sampling
+from spectrain.stages.inspect import inspect_responses
 
 GREEN, GREY, RESET = "\x1b[1;32m", "\x1b[90m", "\x1b[0m"
 

@@ -6,13 +6,13 @@ import math
 
 import pytest
 import torch
-from drafter_tools import DRAFT_IDS, HIDDEN, VOCAB, head_twin, random_head
+from drafter_tools import DRAFT_IDS, HIDDEN, VOCAB, head_reference, random_head
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
-from twins import loss_terms
+from reference import loss_terms
 
-from spectrain.drafters import losses
-from spectrain.drafters.losses import Teacher, draft_loss
+from spectrain.drafters.losses import fused as losses
+from spectrain.drafters.losses.fused import Teacher, draft_loss
 from spectrain.target.head import TargetHead
 
 K, U = 3, 5
@@ -48,13 +48,13 @@ class Case:
         assert hidden.grad is not None and matrix.grad is not None
         return sums, hidden.grad, matrix.grad
 
-    def twin(self, weights: dict[str, float]) -> tuple[Tensor, dict[str, list[float]], Tensor, Tensor]:
+    def reference(self, weights: dict[str, float]) -> tuple[Tensor, dict[str, list[float]], Tensor, Tensor]:
         hidden, matrix = (x.clone().requires_grad_() for x in (self.hidden_KUH, self.matrix_DH))
-        head, total = head_twin(self.head), torch.zeros((), dtype=torch.float64)
+        head, total = head_reference(self.head), torch.zeros((), dtype=torch.float64)
         terms = {name: [0.0] * K for name in weights}
         for k in range(K):
             for u in range(U):
-                found = loss_terms(matrix @ hidden[k, u], self.ids, head.law(self.last_hidden_UH[u]), self.tokens[u])
+                found = loss_terms(matrix @ hidden[k, u], self.ids, head.sampling(self.last_hidden_UH[u]), self.tokens[u])
                 for name, coefficient in weights.items():
                     term = getattr(found, name)
                     if term is not None and self.weight_KU[k, u] > 0:
@@ -71,12 +71,12 @@ class Case:
 def test_values_and_gradients(ids: tuple[int, ...], family: str, normalised: bool) -> None:
     case = Case(family, ids)
     sums, d_hidden, d_matrix = case.run(EVERY_LOSS, normalised)
-    total, terms, twin_d_hidden, twin_d_matrix = case.twin(EVERY_LOSS)
+    total, terms, reference_d_hidden, reference_d_matrix = case.reference(EVERY_LOSS)
     torch.testing.assert_close(sums.loss.detach(), total, rtol=1e-9, atol=0)
     for name, values in terms.items():
         assert sums.terms_K[name].tolist() == pytest.approx(values, rel=1e-9), name
-    torch.testing.assert_close(d_hidden, twin_d_hidden, rtol=1e-5, atol=1e-7)
-    torch.testing.assert_close(d_matrix, twin_d_matrix, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(d_hidden, reference_d_hidden, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(d_matrix, reference_d_matrix, rtol=1e-5, atol=1e-7)
     assert bool((d_hidden[case.weight_KU == 0] == 0).all())
     assert sums.count_K.tolist() == (case.weight_KU > 0).sum(-1).tolist()
     assert float(sums.weight) == pytest.approx(float(case.weight_KU.sum()))
@@ -129,9 +129,9 @@ def test_mass_outside_the_draft_vocabulary_cannot_be_won() -> None:
     """tv is at least the target's mass outside, whatever the drafter says: nothing is renormalised."""
     case = Case()
     outside = [v for v in range(VOCAB) if v not in case.ids]
-    floor = sum(float(head_twin(case.head).law(y)[outside].sum()) for y in case.last_hidden_UH)
+    floor = sum(float(head_reference(case.head).sampling(y)[outside].sum()) for y in case.last_hidden_UH)
     case.weight_KU = torch.ones(K, U)
-    # The best drafter there is: the target's law inside, normalised.
+    # The best drafter there is: the target's distribution inside, normalised.
     head = case.head
     case.hidden_KUH, case.matrix_DH = head.post_norm(case.last_hidden_UH).expand(K, -1, -1).clone(), head.lm_head_weight[case.ids]
     sums, _, _ = case.run({"tv": 1.0})
@@ -149,7 +149,7 @@ def test_a_token_outside_the_draft_vocabulary_has_no_ce_and_is_never_hit() -> No
     assert sums.count_K.tolist() == [1] * K  # it still counts in the mean
 
 
-def test_hits_count_the_arg_max() -> None:
+def test_hits_count_the_argmax() -> None:
     case = Case()
     case.matrix_DH = torch.nn.functional.one_hot(torch.arange(len(case.ids)), HIDDEN).double()
     case.hidden_KUH = torch.zeros(K, U, HIDDEN, dtype=torch.float64)
@@ -185,11 +185,11 @@ def test_autocast_computes_products_in_bfloat16_and_sums_in_float32() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_a_teachers_law_keeps_its_true_mass(family: str) -> None:
+def test_a_teachers_distribution_keeps_its_true_mass(family: str) -> None:
     case = Case(family)
-    expected = torch.stack([head_twin(case.head).law(y) for y in case.last_hidden_UH])
+    expected = torch.stack([head_reference(case.head).sampling(y) for y in case.last_hidden_UH])
     for normalised in (True, False):
-        found = case.teacher(normalised).log_law(slice(1, 4)).exp().double()
+        found = case.teacher(normalised).log_probs(slice(1, 4)).exp().double()
         torch.testing.assert_close(found, expected[1:4, case.ids], rtol=1e-10, atol=1e-14)
-    full = Teacher(case.head, case.last_hidden_UH, None, None).log_law(slice(0, U)).exp().double()
+    full = Teacher(case.head, case.last_hidden_UH, None, None).log_probs(slice(0, U)).exp().double()
     torch.testing.assert_close(full, expected, rtol=1e-10, atol=1e-14)

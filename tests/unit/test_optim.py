@@ -8,7 +8,7 @@ import pytest
 import torch
 from drafter_tools import Options, random_drafter, tensors_of
 
-from spectrain.config import TrainerConfig
+from spectrain.config.schema import TrainerConfig
 from spectrain.training.optim import Muon, build_optimizers, lr_factor, orthogonalise, set_learning_rates
 
 

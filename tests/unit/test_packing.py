@@ -18,12 +18,12 @@ lengths_of_documents = st.lists(st.integers(1, 60), min_size=1, max_size=60)
 
 @settings(max_examples=60, deadline=None)
 @given(lengths_of_documents, st.integers(1, 50), st.integers(0, 2**31), st.integers(0, 5))
-def test_rows_hold_every_document_once_and_are_never_too_full(lengths: list[int], row_tokens: int, seed: int, epoch: int) -> None:
-    rows = pack_rows(lengths, row_tokens, seed, epoch)
+def test_rows_hold_every_document_once_and_are_never_too_full(lengths: list[int], packed_length: int, seed: int, epoch: int) -> None:
+    rows = pack_rows(lengths, packed_length, seed, epoch)
     assert Counter(d for row in rows for d in row) == Counter(range(len(lengths)))
     assert all(row for row in rows)
-    assert max(sum(min(lengths[d], row_tokens) for d in row) for row in rows) <= row_tokens
-    assert pack_rows(lengths, row_tokens, seed, epoch) == rows  # stateless
+    assert max(sum(min(lengths[d], packed_length) for d in row) for row in rows) <= packed_length
+    assert pack_rows(lengths, packed_length, seed, epoch) == rows  # stateless
 
 
 @settings(max_examples=40, deadline=None)

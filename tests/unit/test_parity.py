@@ -11,13 +11,13 @@ from drafter_tools import Options
 from parity_tools import DRAFTS, Family, as_rounds, train
 
 from spectrain.data.vocab import DraftVocab
-from spectrain.drafters.recurrent.drafter import Eagle3
-from spectrain.engines.service import Answer, ServedRound
+from spectrain.decoding.acceptance import Round
+from spectrain.drafters.autoregressive.eagle3_drafter import Eagle3
+from spectrain.engines.vllm.requests import Answer, ReportedRound
+from spectrain.engines.vllm.rounds import placed_rounds
 from spectrain.errors import RunError
-from spectrain.evaluation.hypotheses import Hypothesis, explain, hypotheses
-from spectrain.evaluation.metrics import Round
+from spectrain.evaluation.diagnosis import Hypothesis, explain, hypotheses
 from spectrain.evaluation.parity import Played, compare
-from spectrain.evaluation.served import placed_rounds
 
 ALL_ON = Options("qwen3", (1, 3, 5), 1, True, norm_before_residual=True, norm_before_fc=True, fc_norm=True, norm_output=True)
 
@@ -83,16 +83,16 @@ def test_a_tie_of_two_drafts_counts_apart(family: Family, ours: list[Played], dr
     """Two rows of the draft head are the same: either token may come, and what follows it in the round is not compared."""
     first = ours[0].rounds[0].drafts[0]
     vocab = drafter.vocab.ids_D.tolist()
-    twin = next(token for token in vocab if all(token not in round_.drafts for played in ours for round_ in played.rounds))
-    twins = Eagle3(drafter.shape, drafter.vocab, steps=DRAFTS)
-    twins.load_state_dict(drafter.state_dict())
-    twins.attach(drafter.head)
+    reference = next(token for token in vocab if all(token not in round_.drafts for played in ours for round_ in played.rounds))
+    references = Eagle3(drafter.shape, drafter.vocab, steps=DRAFTS)
+    references.load_state_dict(drafter.state_dict())
+    references.attach(drafter.head)
     with torch.no_grad():
-        twins.body.lm_head.weight[vocab.index(twin)] = twins.body.lm_head.weight[vocab.index(first)] * (1 + 1e-6)
-    own = family.ours(twins.eval())
-    number, round_ = next((i, r) for i, r in enumerate(own[0].rounds) if r.drafts[0] in (first, twin) and r.accepted == 0)
-    other = twin if round_.drafts[0] == first else first
-    report = compare(family.model, twins, own, changed(own, 0, number, drafts=(other, 0, 0)), DRAFTS)
+        references.body.lm_head.weight[vocab.index(reference)] = references.body.lm_head.weight[vocab.index(first)] * (1 + 1e-6)
+    own = family.ours(references.eval())
+    number, round_ = next((i, r) for i, r in enumerate(own[0].rounds) if r.drafts[0] in (first, reference) and r.accepted == 0)
+    other = reference if round_.drafts[0] == first else first
+    report = compare(family.model, references, own, changed(own, 0, number, drafts=(other, 0, 0)), DRAFTS)
     (tie,) = report.ties
     assert report.passed and not report.different and report.equal == report.rounds - 1
     assert (tie.what, tie.slot, tie.theirs) == ("draft", 1, other) and tie.gap <= tie.tolerance
@@ -188,7 +188,7 @@ def test_an_unknown_cause_is_said_to_be_unknown(family: Family, drafter: Eagle3,
 
 
 def answer(tokens: int, reason: str, *rounds: tuple[int, int]) -> Answer:
-    return Answer("a", list(range(tokens)), reason, 1.0, [ServedRound(*counts) for counts in rounds])
+    return Answer("a", list(range(tokens)), reason, 1.0, [ReportedRound(*counts) for counts in rounds])
 
 
 def test_rounds_lie_where_their_tokens_are() -> None:

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from spectrain.decoding.proposers import NGramProposer
-from spectrain.decoding.verify import GREEDY
+from spectrain.decoding.sampling import GREEDY
 from spectrain.errors import ConfigError
 
 
@@ -41,7 +41,7 @@ def test_rows_draft_their_own_counts_and_drafting_leaves_no_trace():
     proposer.observe(cache, torch.tensor([[5, 6, 5], [1, 2, 0], [4, 4, 0]]), None, torch.tensor([3, 2, 1]))
     anchors = torch.tensor([6, 3, 4])
     first, second = proposer.propose(cache, anchors, 3, GREEDY), proposer.propose(cache, anchors, 3, GREEDY)
-    assert first.law is None
+    assert first.log_probs is None
     assert first.lengths.tolist() == second.lengths.tolist() == [2, 0, 1]
     assert first.ids.tolist() == [[5, 6, 0], [0, 0, 0], [4, 0, 0]]
     kept = proposer.select(cache, torch.tensor([2, 0]))

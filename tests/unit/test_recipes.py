@@ -13,13 +13,13 @@ from tiny import tiny_tokenizer
 from transformers import Qwen3Config
 
 from spectrain import cli
-from spectrain.checks import prepare, target_spec
-from spectrain.compose import compose
-from spectrain.config import TargetConfig
-from spectrain.engines.vllm_options import vllm_version
+from spectrain.config.folders import group_options
+from spectrain.config.loading import compose
+from spectrain.config.schema import TargetConfig
+from spectrain.engines.vllm.args import vllm_version
 from spectrain.errors import ConfigError
-from spectrain.share import group_options
 from spectrain.stages import plan
+from spectrain.stages.checks import prepare, target_spec
 from spectrain.target.resolve import TargetSource
 
 QWEN3_8B: dict[str, Any] = {
@@ -104,7 +104,7 @@ def test_block_quickstarts(recipe: str) -> None:
     config = compose([f"recipe={recipe}"])
     drafter = config.drafter
     assert (drafter.num_layers, drafter.most_drafts, config.decoding.num_speculative_tokens) == (2, 3, 3)
-    assert ({name: weight for name, weight in drafter.loss.weights.items() if weight}, drafter.init) == ({"kl": 1.0}, "regression")
+    assert ({name: weight for name, weight in drafter.loss.weights.items() if weight}, drafter.init) == ({"kl": 1.0}, "closed_form")
     assert drafter.taps == (2, 9, 16, 23, 30)
     assert config.engine.name == "hf"
 

@@ -12,11 +12,11 @@ from html.parser import HTMLParser
 import pytest
 from rich.console import Console
 
-from spectrain.evaluation.metrics import Round, acceptance
-from spectrain.evaluation.record import Conditions, EvaluationRecord, PromptResult, build_record
+from spectrain.decoding.acceptance import Round, acceptance
+from spectrain.evaluation.records import Conditions, EvaluationRecord, PromptResult, build_record
 from spectrain.evaluation.reliability import ConfidenceStats
-from spectrain.evaluation.report import ExampleText, ReportInputs, ServeCommand, render_report, write_report
-from spectrain.evaluation.table import evaluation_table
+from spectrain.evaluation.report.html import ExampleText, ReportInputs, ServeCommand, render_report, write_report
+from spectrain.evaluation.report.tables import evaluation_table
 
 HOSTILE = '<script>alert("x")</script>&$a_b$\'<b>'
 
@@ -43,8 +43,8 @@ def record(method: str, accepted: list[list[int]], seconds: float, with_baseline
         for i, row in enumerate(accepted)
     ]
     plain = [PromptResult(str(i), [], range(10), 2.0 + 0.3 * i) for i in range(len(accepted))]
-    walk = acceptance([r.rounds for r in results]) if method == "eagle3" else None
-    return build_record(Conditions(**(known | conditions)), results, plain if with_baseline else None, walk)
+    simulate = acceptance([r.rounds for r in results]) if method == "eagle3" else None
+    return build_record(Conditions(**(known | conditions)), results, plain if with_baseline else None, simulate)
 
 
 RECORDS = (
@@ -56,15 +56,15 @@ TRAINING = (
     *({"step": step, "loss": 5.0 / step, "lr": 1e-3, "accuracy_per_step": [0.1]} for step in range(1, 21)),
     {
         "step": 10,
-        "walk_acceptance_length": 1.5,
-        "walk_interval": [1.4, 1.6],
-        "walk_acceptance_length_by_n": {"1": 1.3, "2": 1.4, "10": 1.5},
+        "simulated_acceptance_length": 1.5,
+        "simulated_interval": [1.4, 1.6],
+        "simulated_acceptance_length_by_n": {"1": 1.3, "2": 1.4, "10": 1.5},
     },
     {
         "step": 20,
-        "walk_acceptance_length": 1.7,
-        "walk_interval": [1.6, 1.8],
-        "walk_acceptance_length_by_n": {"1": 1.3, "2": 1.5, "10": 1.93},
+        "simulated_acceptance_length": 1.7,
+        "simulated_interval": [1.6, 1.8],
+        "simulated_acceptance_length_by_n": {"1": 1.3, "2": 1.5, "10": 1.93},
     },
 )
 FULL = ReportInputs(
@@ -137,7 +137,7 @@ def test_full_page_shows_everything():
     assert f"With this drafter, tiny-target commits {tau:.2f} tokens per pass instead of 1" in text
     assert f"{RECORDS[2].speedup:.2f}×" in text
     assert f"{tau:.3f} → {tau:.3f}" in text
-    assert "walk → loop: equal" in text
+    assert "simulate → loop: equal" in text
     assert "identical, token for token" in text
     for expected in ("EAGLE-3 drafter", "n-gram", "no speculation", ".800 .400 .200", "2, 4, 6", "98.7 %", "vllm serve tiny-target"):
         assert expected in text, expected
@@ -258,17 +258,17 @@ def test_bare_page_says_that_nothing_was_measured():
 
 def test_unmeasured_figures_are_dashes_not_numbers():
     bare = dataclasses.replace(
-        record("eagle3", [[]], 1.0, with_baseline=False), acceptance_length_interval=None, walk_acceptance_length=None, drafter="d"
+        record("eagle3", [[]], 1.0, with_baseline=False), acceptance_length_interval=None, simulated_acceptance_length=None, drafter="d"
     )
     assert bare.acceptance_length is None
     page = Page(render_report(ReportInputs(title="t", target="tiny-target", records=[bare])))
     assert "nan" not in page.text
     assert "None" not in page.text
-    assert "promised" not in page.text
+    assert "simulated" not in page.text
 
 
 def test_a_drafter_that_slows_down_or_changes_the_output_is_reported_as_such():
-    slow = dataclasses.replace(RECORDS[2], speedup=0.8, speedup_interval=(0.7, 0.9), output_identical=False, walk_acceptance_length=3.0)
+    slow = dataclasses.replace(RECORDS[2], speedup=0.8, speedup_interval=(0.7, 0.9), output_identical=False, simulated_acceptance_length=3.0)
     text = Page(render_report(dataclasses.replace(FULL, records=[*RECORDS[:2], slow]))).text
     assert "decodes at 0.80 times its own speed" in text
     assert "differs from plain greedy decoding" in text
@@ -300,7 +300,7 @@ def shown(records, width: int = 130) -> str:
     return console.file.getvalue()
 
 
-def test_terminal_table_has_a_row_per_method_and_the_promise():
+def test_terminal_table_has_a_row_per_method_and_the_simulation():
     lines = shown(RECORDS).splitlines()
     assert lines[0] == "tiny-target · suite heldout · 2 prompts · 3 draft tokens · greedy · 1 at a time · engine hf (5.19)"
     (plain,) = [line for line in lines if line.strip().startswith("no speculation")]
@@ -308,7 +308,7 @@ def test_terminal_table_has_a_row_per_method_and_the_promise():
     (drafter,) = [line for line in lines if line.strip().startswith("EAGLE-3 drafter ")]
     for expected in ("2.40 (2.33–2.50)", ".800 .400 .200", f"{RECORDS[2].output_tokens_per_s:.1f}", f"{RECORDS[2].speedup:.2f}×", "yes"):
         assert expected in drafter
-    assert "EAGLE-3 drafter: promised (walk) τ = 2.400, served (loop) τ = 2.400: equal" in lines
+    assert "EAGLE-3 drafter: promised (simulate) τ = 2.400, served (loop) τ = 2.400: equal" in lines
 
 
 def test_terminal_table_says_when_output_differs_and_fits_a_narrow_terminal():

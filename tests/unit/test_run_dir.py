@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from spectrain.errors import InputError, RunError
-from spectrain.files import write_atomically
-from spectrain.run_dir import Inputs, RunDir, file_digest
+from spectrain.files import file_digest, write_atomically
+from spectrain.stages.run_dir import Inputs, RunDir
 
 FIXED = {"target": "t", "drafter.taps": [2, 15, 27]}
 GROWING = {"prompts": "10 (aa)"}
@@ -49,14 +49,14 @@ def test_tuples_and_lists_are_the_same_input(run_dir):
 
 def test_a_changed_fixed_input_says_what_changed_and_removes_what_came_of_it(run_dir):
     finish(run_dir, "generate", output=[run_dir.responses / "part"])
-    finish(run_dir, "capture", output=[run_dir.states / "shard"])
+    finish(run_dir, "capture", output=[run_dir.hidden_states / "shard"])
     finish(run_dir, "fit", growing={}, output=[run_dir.drafter / "config.json", run_dir.metrics])
     finish(run_dir, "eval/heldout-n3-t0", growing={}, output=[run_dir.eval / "a.json", run_dir.report])
     decision = decide(run_dir, fixed=FIXED | {"drafter.taps": [1, 2, 3]})
-    assert str(decision) == "capture: drafter.taps changed from [2, 15, 27] to [1, 2, 3]: states are captured again"
+    assert str(decision) == "capture: drafter.taps changed from [2, 15, 27] to [1, 2, 3]: hidden states are captured again"
     with run_dir.running(decision):
         assert (run_dir.responses / "part").exists()
-        assert not any(path.exists() for path in (run_dir.states, run_dir.drafter, run_dir.metrics, run_dir.eval, run_dir.report))
+        assert not any(path.exists() for path in (run_dir.hidden_states, run_dir.drafter, run_dir.metrics, run_dir.eval, run_dir.report))
     assert set(run_dir.manifest()["stages"]) == {"generate", "capture"}
 
 
@@ -91,8 +91,8 @@ def test_missing_outputs_are_made_again(run_dir):
 
 
 def test_a_kill_while_removing_does_not_leave_a_stage_that_looks_whole(run_dir, monkeypatch):
-    finish(run_dir, "capture", output=[run_dir.states / "shard"])
-    monkeypatch.setattr("spectrain.run_dir._remove", lambda path: (_ for _ in ()).throw(SystemExit))
+    finish(run_dir, "capture", output=[run_dir.hidden_states / "shard"])
+    monkeypatch.setattr("spectrain.stages.run_dir._remove", lambda path: (_ for _ in ()).throw(SystemExit))
     changed = FIXED | {"drafter.taps": [1]}
     with pytest.raises(SystemExit), run_dir.running(decide(run_dir, fixed=changed)):
         pass
@@ -100,7 +100,7 @@ def test_a_kill_while_removing_does_not_leave_a_stage_that_looks_whole(run_dir, 
     for fixed in (changed, FIXED):
         assert decide(run_dir, fixed=fixed).action == "restart"
     with run_dir.running(decide(run_dir, fixed=changed)):
-        assert not run_dir.states.exists()
+        assert not run_dir.hidden_states.exists()
 
 
 def test_parts_of_a_stage_stand_beside_each_other(run_dir):
@@ -154,7 +154,7 @@ def test_writing_needs_the_lock(tmp_path):
 
 
 HOLD = (
-    "import sys; from spectrain.run_dir import RunDir\nwith RunDir(sys.argv[1]).locked():\n    print('held', flush=True); sys.stdin.read()"
+    "import sys; from spectrain.stages.run_dir import RunDir\nwith RunDir(sys.argv[1]).locked():\n    print('held', flush=True); sys.stdin.read()"
 )
 
 

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spectrain.config import TrainerConfig
+from spectrain.config.schema import TrainerConfig
 from spectrain.training.sampler import StepSampler
 
 LENGTHS = [5, 9, 13, 7, 11, 6, 8, 12, 10, 4, 14, 3, 9]
 
 
 def samplers(world: int, lengths: list[int] = LENGTHS, **options: Any) -> list[StepSampler]:
-    config = TrainerConfig(**{"row_tokens": 16, "epochs": 2, **options})
+    config = TrainerConfig(**{"packed_length": 16, "epochs": 2, **options})
     return [StepSampler(lengths, config, rank, world) for rank in range(world)]
 
 
@@ -35,7 +35,7 @@ def test_many_epochs_and_a_few_steps_are_planned_as_a_few_steps() -> None:
     st.integers(1, 3),
 )
 def test_every_epoch_has_every_document_once(lengths: list[int], world: int, accumulation: int, rows: int, epochs: int) -> None:
-    ranks = samplers(world, lengths, gradient_accumulation=accumulation, rows_per_batch=rows, epochs=epochs)
+    ranks = samplers(world, lengths, gradient_accumulation=accumulation, micro_batch_size=rows, epochs=epochs)
     assert len({tuple(r.steps_per_epoch) for r in ranks}) == 1
     seen = {epoch: Counter() for epoch in range(epochs)}
     for step in range(ranks[0].total_steps):
@@ -58,9 +58,9 @@ def step_sets(world: int, **options: Any) -> list[Counter]:
 
 
 def test_a_global_batch_does_not_depend_on_how_it_is_split() -> None:
-    whole = step_sets(1, rows_per_batch=4)
+    whole = step_sets(1, micro_batch_size=4)
     for world, accumulation, rows in ((1, 4, 1), (1, 2, 2), (2, 2, 1), (4, 1, 1), (2, 1, 2)):
-        assert step_sets(world, gradient_accumulation=accumulation, rows_per_batch=rows) == whole
+        assert step_sets(world, gradient_accumulation=accumulation, micro_batch_size=rows) == whole
 
 
 def test_epochs_differ_and_a_step_needs_no_history() -> None:

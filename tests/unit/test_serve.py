@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 import torch
 from drafter_tools import HIDDEN, VOCAB, Options, random_drafter
-from layout_tools import eagle3, write
+from foreign_layouts import eagle3, write
 from test_recommend import record
 from tiny import tiny_config, tiny_tokenizer
 
 from spectrain import cli
-from spectrain.compose import compose
-from spectrain.drafters import served
-from spectrain.drafters.folder import save_drafter
-from spectrain.drafters.served import drafter_digest, read_served
-from spectrain.engines import vllm_options
+from spectrain.config.loading import compose
+from spectrain.drafters import serving_config as served
+from spectrain.drafters.drafter_folder import save_drafter
+from spectrain.drafters.serving_config import drafter_digest, read_serving_config
+from spectrain.engines.vllm import args as vllm_options
 from spectrain.errors import ConfigError, InputError
 from spectrain.stages import serve as stage
 from spectrain.stages.serve import serve_command
@@ -78,9 +78,9 @@ def speculation(arguments: list[str]) -> dict[str, Any]:
 
 def test_a_folder_is_read_without_its_weights(drafter, target):
     (drafter / "model.safetensors").unlink()
-    found = read_served(str(drafter))
+    found = read_serving_config(str(drafter))
     assert (found.path, found.method, found.target, found.revision) == (str(drafter), "eagle3", str(target), None)
-    assert (found.num_speculative_tokens, found.most_tokens, found.recurrent) == (4, None, True)
+    assert (found.num_speculative_tokens, found.most_tokens, found.autoregressive) == (4, None, True)
     assert (found.vocab_size, found.hidden_size, found.last_tap) == (VOCAB, HIDDEN, 4)
     assert found.speculative_config() == {"model": str(drafter), "method": "eagle3", "num_speculative_tokens": 4}
     assert found.speculative_config(2)["num_speculative_tokens"] == 2
@@ -102,27 +102,27 @@ def rewrite(folder: Path, **changes: Any) -> None:
 )
 def test_methods_go_by_vllms_names(drafter, changes, method, extra, most):
     rewrite(drafter, **changes)
-    found = read_served(str(drafter))
+    found = read_serving_config(str(drafter))
     assert found.speculative_config() == {"model": str(drafter), "method": method, "num_speculative_tokens": 4, **extra}
     assert found.most_tokens == most
-    assert not found.recurrent
+    assert not found.autoregressive
 
 
 def test_what_is_no_drafter_is_named(tmp_path, drafter):
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match=r"empty holds no drafter \(config.json is missing\)"):
-        read_served(str(tmp_path / "empty"))
+        read_serving_config(str(tmp_path / "empty"))
     rewrite(drafter, speculators_config=None)
     with pytest.raises(InputError, match="not in the speculators layout"):
-        read_served(str(drafter))
+        read_serving_config(str(drafter))
     rewrite(drafter, speculators_config={"verifier": {"name_or_path": "x"}})
     with pytest.raises(InputError, match="field 'proposal_methods' is missing"):
-        read_served(str(drafter))
+        read_serving_config(str(drafter))
     (drafter / "config.json").write_text("{")
     with pytest.raises(InputError, match="not valid JSON"):
-        read_served(str(drafter))
+        read_serving_config(str(drafter))
     with pytest.raises(InputError, match="no folder, and no name that the Hub could have"):
-        read_served(str(tmp_path / "nothing"))
+        read_serving_config(str(tmp_path / "nothing"))
 
 
 def test_a_drafter_on_the_hub_is_pinned_to_what_was_read(drafter, target, monkeypatch):
@@ -156,7 +156,7 @@ def test_a_hub_that_gives_nothing(monkeypatch):
     with pytest.raises(
         InputError, match=r"drafter.path=org/drafter is no folder here, and the Hub gives no config.json .*no route to host"
     ):
-        served.read_served("org/drafter")
+        served.read_serving_config("org/drafter")
 
 
 # --- the command -----------------------------------------------------------------------------------------------------------------

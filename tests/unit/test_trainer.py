@@ -14,7 +14,7 @@ from drafter_tools import (
     MemoryStore,
     Options,
     as_dtype,
-    as_twin_document,
+    as_reference_document,
     fit,
     make_trainer,
     random_document,
@@ -22,15 +22,15 @@ from drafter_tools import (
     random_drafter,
     tensors_of,
     trainer_config,
-    twin_of,
+    reference_of,
 )
 from torch import Tensor
-from twins import brute_force_loss
+from reference import brute_force_loss
 
-from spectrain.config import DecodingConfig
-from spectrain.data.states import TargetStates
-from spectrain.drafters.folder import load_drafter
-from spectrain.drafters.recurrent.drafter import Eagle3
+from spectrain.config.schema import DecodingConfig
+from spectrain.data.hidden_states import TargetStates
+from spectrain.drafters.autoregressive.eagle3_drafter import Eagle3
+from spectrain.drafters.drafter_folder import load_drafter
 from spectrain.errors import RunError
 
 OPTIONS = Options(reduced=True)
@@ -49,7 +49,7 @@ def weights(drafter: Eagle3) -> dict[str, Tensor]:
 
 def one_batch(**options: Any) -> Any:
     """Everything in one batch."""
-    return trainer_config(**{"row_tokens": 256, "epochs": 1, **options})
+    return trainer_config(**{"packed_length": 256, "epochs": 1, **options})
 
 
 def heldout(documents: list[TargetStates]) -> list[TargetStates]:
@@ -59,7 +59,7 @@ def heldout(documents: list[TargetStates]) -> list[TargetStates]:
 def test_the_first_line_is_the_untrained_drafters_brute_force_loss(tmp_path: Path) -> None:
     drafter = random_drafter(OPTIONS)
     documents = random_documents(OPTIONS, drafter.head)
-    expected = brute_force_loss(twin_of(drafter), [as_twin_document(d) for d in documents], 3, OPTIONS.loss.weights, 0.8)
+    expected = brute_force_loss(reference_of(drafter), [as_reference_document(d) for d in documents], 3, OPTIONS.loss.weights, 0.8)
     result = fit(tmp_path, drafter, MemoryStore(documents), one_batch(learning_rate=1e-3, warmup_fraction=0.0))
     (line,) = [line for line in lines(tmp_path) if "loss" in line]
     assert line["step"] == 1 and line["epoch"] == 1
@@ -78,14 +78,14 @@ def test_training_lowers_the_loss_and_writes_the_best_drafter(tmp_path: Path) ->
     config = one_batch(epochs=30, eval_every_steps=10, learning_rate=1e-2)
     result = fit(tmp_path, drafter, MemoryStore(documents + heldout(documents)), config)
     losses = [line["loss"] for line in lines(tmp_path) if "loss" in line]
-    walks = {line["step"]: line["walk_acceptance_length"] for line in lines(tmp_path) if "walk_rounds" in line}
+    simulations = {line["step"]: line["simulated_acceptance_length"] for line in lines(tmp_path) if "simulated_rounds" in line}
     assert len(losses) == result.steps == 30
     assert losses[-1] < 0.8 * losses[0]
-    assert set(walks) == {0, 10, 20, 30}
-    assert result.best_acceptance_length == max(walks.values()) > 1.0
-    assert walks[result.best_step] == result.best_acceptance_length
+    assert set(simulations) == {0, 10, 20, 30}
+    assert result.best_acceptance_length == max(simulations.values()) > 1.0
+    assert simulations[result.best_step] == result.best_acceptance_length
     recorded = json.loads((tmp_path / "drafter" / "config.json").read_text())["spectrain"]
-    assert recorded["step"] == result.best_step and recorded["walk_acceptance_length"] == result.best_acceptance_length
+    assert recorded["step"] == result.best_step and recorded["simulated_acceptance_length"] == result.best_acceptance_length
 
 
 def test_a_worse_drafter_never_replaces_a_better_one(tmp_path: Path) -> None:
@@ -95,8 +95,8 @@ def test_a_worse_drafter_never_replaces_a_better_one(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, drafter, MemoryStore(documents + heldout(documents)), config)
     saved: dict[int, dict[str, Tensor]] = {}
     best = trainer.fit()
-    walks = [line["walk_acceptance_length"] for line in lines(tmp_path) if "walk_rounds" in line]
-    first_best = walks.index(max(walks))
+    simulations = [line["simulated_acceptance_length"] for line in lines(tmp_path) if "simulated_rounds" in line]
+    first_best = simulations.index(max(simulations))
     assert best.best_step == first_best > 0  # of equals the first
     # What is kept is the drafter of that step, though checkpoints have rotated past it.
     again = random_drafter(OPTIONS)
@@ -110,7 +110,7 @@ def test_a_worse_drafter_never_replaces_a_better_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("masks", [[], ["00001"]], ids=["no held-out text", "held-out text without a round"])
-def test_where_the_walk_has_nothing_to_say_the_last_drafter_is_kept(tmp_path: Path, masks: list[str]) -> None:
+def test_where_the_simulation_has_nothing_to_say_the_last_drafter_is_kept(tmp_path: Path, masks: list[str]) -> None:
     drafter = random_drafter(OPTIONS)
     documents = random_documents(OPTIONS, drafter.head)
     extra = heldout([random_document(mask, 3, 50 + i, drafter.head) for i, mask in enumerate(masks)])
@@ -156,7 +156,7 @@ def test_without_documents_there_is_no_trainer(tmp_path: Path) -> None:
 
 def test_documents_longer_than_a_row_are_cut_not_dropped(tmp_path: Path) -> None:
     drafter = random_drafter(OPTIONS)
-    fit(tmp_path, drafter, MemoryStore([random_document("0" * 4 + "1" * 20, 3, 0)]), one_batch(row_tokens=10))
+    fit(tmp_path, drafter, MemoryStore([random_document("0" * 4 + "1" * 20, 3, 0)]), one_batch(packed_length=10))
     (line,) = [line for line in lines(tmp_path) if "loss" in line]
     assert line["positions"] == 5  # of ten tokens, six generated: five pairs of them
 
@@ -164,25 +164,25 @@ def test_documents_longer_than_a_row_are_cut_not_dropped(tmp_path: Path) -> None
 def test_a_training_that_was_killed_before_its_first_checkpoint_logs_nothing_twice(tmp_path: Path) -> None:
     documents = random_documents(OPTIONS)
     store = MemoryStore(documents + heldout(documents))
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "walk_rounds": 1}\n{"step": 1, "loss": 1.0}\n')  # what the killed one left
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "simulated_rounds": 1}\n{"step": 1, "loss": 1.0}\n')  # what the killed one left
     fit(tmp_path, random_drafter(OPTIONS), store, one_batch(epochs=2, eval_every_steps=2))
     assert [(line["step"], "loss" in line) for line in lines(tmp_path)] == [(0, False), (1, True), (2, True), (2, False)]
 
 
-def test_a_sampled_walk_is_the_same_at_every_evaluation_of_the_same_weights(tmp_path: Path) -> None:
+def test_a_sampled_simulation_is_the_same_at_every_evaluation_of_the_same_weights(tmp_path: Path) -> None:
     drafter = random_drafter(OPTIONS)
     documents = random_documents(OPTIONS, drafter.head)
     decoding = DecodingConfig(temperature=1.0, proposal_policy="sample", num_speculative_tokens=2)
-    config = trainer_config(decoding, row_tokens=256, epochs=2, eval_every_steps=1, learning_rate=1e-12, warmup_fraction=0.0)
+    config = trainer_config(decoding, packed_length=256, epochs=2, eval_every_steps=1, learning_rate=1e-12, warmup_fraction=0.0)
     fit(tmp_path, drafter, MemoryStore(documents + heldout(documents)), config)
-    walks = [
-        {name: value for name, value in line.items() if name not in ("step", "walk_seconds")}
+    simulations = [
+        {name: value for name, value in line.items() if name not in ("step", "simulation_s")}
         for line in lines(tmp_path)
-        if "walk_rounds" in line
+        if "simulated_rounds" in line
     ]
-    assert len(walks) == 3 and walks[0]["walk_rounds"] == walks[1]["walk_rounds"] == walks[2]["walk_rounds"] > 0
-    assert len({walk["walk_acceptance_length"] for walk in walks}) == 1
-    assert set(walks[0]["walk_acceptance_length_by_n"]) == {"1", "2", "3"}
+    assert len(simulations) == 3 and simulations[0]["simulated_rounds"] == simulations[1]["simulated_rounds"] == simulations[2]["simulated_rounds"] > 0
+    assert len({simulate["simulated_acceptance_length"] for simulate in simulations}) == 1
+    assert set(simulations[0]["simulated_acceptance_length_by_n"]) == {"1", "2", "3"}
 
 
 def test_bfloat16_computes_coarsely_and_keeps_float32_weights(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from vllm_tools import vllm_target
 
-from spectrain.engines.vllm_options import vllm_version
+from spectrain.engines.vllm.args import vllm_version
 from spectrain.errors import ConfigError
 
 collect_ignore = ["cpu"]

@@ -1,7 +1,7 @@
 """Rounds of several vLLM engines, one after the other in one process: ``python parity_rounds.py < jobs.json > rounds.json``.
 
 Importing vLLM takes ten times as long as starting it on a tiny target, so tests that need many pairs of target and drafter share a
-process. The engine is built and stepped by the package's own host, as ``HostService`` does it.
+process. The engine is built and stepped by the package's own host, as ``VLLMProcess`` does it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 import traceback
 from typing import Any
 
-from spectrain.engines import vllm_host
+from spectrain.engines.vllm import child as vllm_host
 
 
 class Channel:

@@ -1,7 +1,7 @@
 """Block drafters served by the real vLLM: it drafts, and accepts, what our loop does, round by round.
 
 DFlash runs on vLLM's first model runner; DSpark needs the second, which a CPU runs through Triton's interpreter, slowly: few rounds there.
-DFlash2 has a kernel that the interpreter cannot run: its arithmetic is held against a twin (``test_block_decode.py``), and its parts here
+DFlash2 has a kernel that the interpreter cannot run: its arithmetic is held against a reference implementation (``test_block_decode.py``), and its parts here
 against the functions that vLLM has for a machine without a GPU.
 """
 
@@ -21,14 +21,14 @@ from parity_tools import Family, as_answer, as_played, job, run_jobs
 from tiny import VOCAB_SIZE
 from vllm_tools import vllm_engine, vllm_environment
 
-from spectrain.config import BlockConfig, DrafterConfig
+from spectrain.config.drafter_schema import BlockConfig, DrafterConfig
 from spectrain.data.packing import pack_batch
 from spectrain.data.vocab import DraftVocab, full_vocab
 from spectrain.decoding.loop import speculative_generate
-from spectrain.decoding.verify import GREEDY
-from spectrain.drafters.block.drafter import BlockDrafter
+from spectrain.decoding.sampling import GREEDY
+from spectrain.drafters.block.block_drafter import BlockDrafter
 from spectrain.drafters.build import build_drafter
-from spectrain.drafters.folder import load_drafter, save_drafter
+from spectrain.drafters.drafter_folder import load_drafter, save_drafter
 from spectrain.evaluation.parity import Played, compare
 from spectrain.target.head import TargetHead
 

@@ -17,19 +17,19 @@ import pytest
 import torch
 from vllm_tools import vllm_engine
 
-from spectrain.config import EngineConfig, TargetConfig
+from spectrain.config.schema import EngineConfig, TargetConfig
+from spectrain.data.hidden_states import StoredHiddenStates, StoreMeta
+from spectrain.data.hidden_states_writer import HiddenStatesWriter
 from spectrain.data.prompts import Conversation
 from spectrain.data.responses import Response, Sampling
-from spectrain.data.states import StateStore, StoreMeta
-from spectrain.data.states_incoming import has_leftovers
-from spectrain.data.states_writer import StateStoreWriter
 from spectrain.engines.hf import HFEngine
-from spectrain.engines.host import HostService
-from spectrain.engines.one_pass import OnePass, states_for
-from spectrain.engines.served import ServedEngine
-from spectrain.engines.served_capture import CapturePlan, ServedCapture
-from spectrain.engines.service import Service
-from spectrain.engines.services import open_service
+from spectrain.engines.vllm.adopt_states import has_leftovers
+from spectrain.engines.vllm.capture_states import CapturePlan, VLLMCapture
+from spectrain.engines.vllm.engine import VLLMEngine
+from spectrain.engines.vllm.generate_and_capture import OnePass, states_for
+from spectrain.engines.vllm.open_vllm import open_vllm
+from spectrain.engines.vllm.process import VLLMProcess
+from spectrain.engines.vllm.requests import VLLMClient
 from spectrain.errors import RunError
 from spectrain.target.model import TargetModel
 from spectrain.target.resolve import resolve_target
@@ -58,26 +58,26 @@ class Bench:
         self.target = TargetModel.load(self.resolved, self.config)
         self.target.generation_config.eos_token_id = END_IDS
         self.embedded = HFEngine(self.target, self.resolved, EngineConfig(batch_size=8), MAX_LENGTH)
-        self.services: list[Service] = []
+        self.clients: list[VLLMClient] = []
 
-    def open(self, purpose: str, extra_args: Mapping[str, Any]) -> Service:
-        service = open_service(self.engine, self.config, self.resolved.folder, self.work / "logs", purpose, extra_args)
-        self.services.append(service)
-        return service
+    def open(self, purpose: str, extra_args: Mapping[str, Any]) -> VLLMClient:
+        client = open_vllm(self.engine, self.config, self.resolved.folder, self.work / "logs", purpose, extra_args)
+        self.clients.append(client)
+        return client
 
     @property
-    def capturing(self) -> ServedCapture:
-        return ServedCapture(self.open, self.engine, self.config, self.resolved, self.target.spec)
+    def capturing(self) -> VLLMCapture:
+        return VLLMCapture(self.open, self.engine, self.config, self.resolved, self.target.spec)
 
     def meta(self, dtype: str = "float32") -> StoreMeta:
         return StoreMeta(self.resolved.id, self.resolved.revision, "c", "t", "p", self.taps, self.target.spec.hidden_size, dtype)
 
-    def captured(self, responses: list[Response], name: str, dtype: str = "float32") -> StateStore:
+    def captured(self, responses: list[Response], name: str, dtype: str = "float32") -> StoredHiddenStates:
         counted: list[int] = []
-        with StateStoreWriter(self.work / name, self.meta(dtype)) as writer:
+        with HiddenStatesWriter(self.work / name, self.meta(dtype)) as writer:
             self.capturing.shards(writer, responses, SHARD_BYTES, counted.append)
         assert sum(counted) == sum(len(response.input_ids) for response in responses)
-        return StateStore(self.work / name)
+        return StoredHiddenStates(self.work / name)
 
 
 def conversations(count: int) -> list[tuple[Conversation, str]]:
@@ -95,7 +95,7 @@ def responses_of(bench: Bench, count: int = 12) -> list[Response]:
     return list(bench.embedded.generate(conversations(count), GREEDY))
 
 
-def assert_as_transformers(bench: Bench, store: StateStore, responses: list[Response], rtol: float = 1e-3) -> None:
+def assert_as_transformers(bench: Bench, store: StoredHiddenStates, responses: list[Response], rtol: float = 1e-3) -> None:
     """Every tap, last hidden state and log-normalizer within ``rtol`` of its scale; zeros in the last row."""
     store.verify_checksums()
     assert store.keys == sorted(response.key for response in responses)
@@ -121,7 +121,7 @@ def llama(llama_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench
 def one_pass(llama: Bench) -> list[Response]:
     """Responses whose states vLLM left in ``llama.work / "one"`` while it generated them."""
     one = OnePass(llama.capturing, llama.meta(), SHARD_BYTES, llama.work / "one", [("a prompt", [5, 6, 7, 8])])
-    engine = ServedEngine(llama.resolved, llama.embedded.template, END_IDS, MAX_LENGTH, one.open_service)
+    engine = VLLMEngine(llama.resolved, llama.embedded.template, END_IDS, MAX_LENGTH, one.open_vllm)
     return list(engine.generate(conversations(12), GREEDY, states_for=states_for))
 
 
@@ -131,7 +131,7 @@ def test_one_pass_gives_what_a_separate_capture_gives(llama: Bench, one_pass: li
     for response in one_pass:
         assert response.input_ids.tolist() == embedded[response.key].input_ids.tolist()
 
-    with StateStoreWriter(llama.work / "one", llama.meta()) as writer:
+    with HiddenStatesWriter(llama.work / "one", llama.meta()) as writer:
         llama.capturing.adopt_leftovers(writer, one_pass)
         passed = [response for response in one_pass if response.key in writer.done_keys()]
     assert not has_leftovers(llama.work / "one")
@@ -140,11 +140,11 @@ def test_one_pass_gives_what_a_separate_capture_gives(llama: Bench, one_pass: li
     assert len(passed) == 12 - cut >= 8
     assert any(len(response.conversation.turns) == 2 for response in passed)
     assert {response.finish_reason for response in passed} == {"stop", "length"}
-    assert_as_transformers(llama, StateStore(llama.work / "one"), passed)
+    assert_as_transformers(llama, StoredHiddenStates(llama.work / "one"), passed)
 
     separate = llama.captured(one_pass, "separate")
     assert_as_transformers(llama, separate, one_pass)
-    together = StateStore(llama.work / "one")
+    together = StoredHiddenStates(llama.work / "one")
     number = {key: index for index, key in enumerate(separate.keys)}
     for index, key in enumerate(together.keys):
         ours, theirs = together[index], separate[number[key]]
@@ -162,19 +162,19 @@ def test_qwen3_states_in_8_bits(qwen3_folder: Path, tmp_path: Path) -> None:
 
 def test_vllms_own_connector_through_the_engine_interface(qwen3_folder: Path, tmp_path: Path) -> None:
     bench = Bench(qwen3_folder, tmp_path, (1, 4), vllm_engine(CHUNKED, connector="stock"))
-    engine = ServedEngine(bench.resolved, bench.embedded.template, END_IDS, MAX_LENGTH, bench.open, bench.capturing)
+    engine = VLLMEngine(bench.resolved, bench.embedded.template, END_IDS, MAX_LENGTH, bench.open, bench.capturing)
     responses = responses_of(bench, 6)
-    with StateStoreWriter(tmp_path / "states", bench.meta("bfloat16")) as writer:
+    with HiddenStatesWriter(tmp_path / "hidden_states", bench.meta("bfloat16")) as writer:
         for states in engine.capture(responses, bench.taps, "bfloat16"):
             writer.add(states)
-    assert_as_transformers(bench, StateStore(tmp_path / "states"), responses, rtol=1e-2)
+    assert_as_transformers(bench, StoredHiddenStates(tmp_path / "hidden_states"), responses, rtol=1e-2)
 
 
 def test_wrong_layers_are_found_before_anything_is_stored(llama: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CapturePlan, "layers", property(lambda plan: [1, 2, 5]))  # instead of 0, 2, 5
     with pytest.raises(RunError, match=r"as tap 0 is not the residual stream after 0 layers \(it is the one after 1 layers\)"):
         llama.captured(responses_of(llama, 2), "wrong")
-    assert StateStore(llama.work / "wrong").keys == []
+    assert StoredHiddenStates(llama.work / "wrong").keys == []
 
 
 CAPTURE_AND_DIE = """
@@ -182,7 +182,7 @@ import os, signal, sys
 sys.path[:0] = [{tests!r}, {here!r}]
 from pathlib import Path
 from test_capture import SHARD_BYTES, Bench, responses_of
-from spectrain.data.states_writer import StateStoreWriter
+from spectrain.data.states_writer import HiddenStatesWriter
 from vllm_tools import vllm_engine
 
 bench = Bench(Path({folder!r}), Path({work!r}), (1, 3), vllm_engine({{"max_num_seqs": 2}}, self_check="off"))
@@ -195,7 +195,7 @@ def on_tokens(count):
         print(bench.services[0]._process.pid, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
 
-with StateStoreWriter(bench.work / "states", bench.meta()) as writer:
+with HiddenStatesWriter(bench.work / "hidden_states", bench.meta()) as writer:
     bench.capturing.shards(writer, responses_of(bench), 20000, on_tokens)
 """
 
@@ -235,11 +235,11 @@ def test_a_capture_that_is_killed_goes_on_and_repeats_nothing(llama_folder: Path
         nonlocal heard
         heard += 1
         if heard == 2:
-            service = bench.services[0]
-            assert isinstance(service, HostService)
-            os.killpg(service._process.pid, signal.SIGKILL)
+            client = bench.clients[0]
+            assert isinstance(client, VLLMProcess)
+            os.killpg(client._process.pid, signal.SIGKILL)
 
-    with StateStoreWriter(tmp_path / "states", meta) as writer:
+    with HiddenStatesWriter(tmp_path / "hidden_states", meta) as writer:
         bench.capturing.adopt_leftovers(writer, responses)
         kept = writer.done_keys()
         missing = [response for response in responses if response.key not in kept]
@@ -248,11 +248,11 @@ def test_a_capture_that_is_killed_goes_on_and_repeats_nothing(llama_folder: Path
     assert 0 < len(kept) < len(responses)  # whole shards of the first process
 
     asked: list[int] = []
-    with StateStoreWriter(tmp_path / "states", meta) as writer:
+    with HiddenStatesWriter(tmp_path / "hidden_states", meta) as writer:
         bench.capturing.adopt_leftovers(writer, responses)
         done = writer.done_keys()
         assert kept <= done
         bench.capturing.shards(writer, [r for r in responses if r.key not in done], 20000, asked.append)
     assert len(asked) == len(responses) - len(done)
-    assert_as_transformers(bench, StateStore(tmp_path / "states"), responses)
-    assert not (tmp_path / "states" / ".incoming").exists()
+    assert_as_transformers(bench, StoredHiddenStates(tmp_path / "hidden_states"), responses)
+    assert not (tmp_path / "hidden_states" / ".incoming").exists()

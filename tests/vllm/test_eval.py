@@ -13,11 +13,11 @@ from parity_tools import SHAPE
 from tiny import tiny_target
 
 from spectrain.cli import main
-from spectrain.engines.vllm_options import vllm_version
-from spectrain.evaluation.record import EvaluationRecord, read_records
-from spectrain.run_dir import RunDir
-from spectrain.stages import parity as stage
-from spectrain.stages.parity import parity_record
+from spectrain.engines.vllm.args import vllm_version
+from spectrain.evaluation.records import EvaluationRecord, read_records
+from spectrain.stages import eval_parity as stage
+from spectrain.stages.eval_parity import parity_record
+from spectrain.stages.run_dir import RunDir
 
 VLLM = ("engine=vllm", "engine.max_num_seqs=8", "engine.environment.VLLM_CPU_KVCACHE_SPACE=1")
 
@@ -33,7 +33,7 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     given = [
         *("data=jsonl", f"data.train={folder / 'train.jsonl'}", f"data.heldout={folder / 'heldout.jsonl'}", "sampling.temperature=0"),
         *(f"target.path={folder / 'target'}", "target.name=tiny", "target.max_length=256", "sampling.max_new_tokens=24"),
-        *("trainer.epochs=2", "trainer.row_tokens=256", "trainer.learning_rate=0.01", "drafter.draft_vocab_size=150"),
+        *("trainer.epochs=2", "trainer.packed_length=256", "trainer.learning_rate=0.01", "drafter.draft_vocab_size=150"),
         *("suite.max_prompts=5", "suite.concurrency=2", f"run.dir={folder / 'run'}"),
     ]
     assert main(["run", *given]) == 0
@@ -94,7 +94,7 @@ def test_served_records_are_those_of_our_loop(arguments: list[str]) -> None:
     assert set(records) == {(engine, method) for engine in ("hf", "vllm") for method in ("none", "ngram", "eagle3")}
     ours, theirs = records["hf", "eagle3"], records["vllm", "eagle3"]
     assert figures(ours) == figures(theirs)
-    assert theirs.walk_acceptance_length == ours.walk_acceptance_length is not None
+    assert theirs.simulated_acceptance_length == ours.simulated_acceptance_length is not None
     assert theirs.engine_version.startswith("vllm 0.") and theirs.output_identical is True
     assert theirs.baseline_tokens_per_s == records["vllm", "none"].output_tokens_per_s
     assert theirs.speedup is not None and theirs.concurrency == 2 and theirs.peak_memory_bytes is None
@@ -127,7 +127,7 @@ def test_servers_that_are_started_here_measure_the_same(arguments: list[str], tm
         assert figures(records["vllm_server", method]) == figures(records["hf", method])
     served = records["vllm_server", "eagle3"]
     assert served.engine_version == f"vllm {vllm_version()}" and served.concurrency == 2
-    assert served.output_identical is True and served.walk_acceptance_length == records["hf", "eagle3"].walk_acceptance_length
+    assert served.output_identical is True and served.simulated_acceptance_length == records["hf", "eagle3"].simulated_acceptance_length
     assert served.baseline_tokens_per_s == records["vllm_server", "none"].output_tokens_per_s
     assert served.speedup is not None
     assert {log.name for log in (run.path / "logs").iterdir()} >= {"vllm-eval-none-1.log", "vllm-eval-eagle3-1.log"}

@@ -17,14 +17,14 @@ import pytest
 import torch
 from vllm_tools import vllm_engine, vllm_environment
 
-from spectrain.config import EngineConfig, TargetConfig
+from spectrain.config.schema import EngineConfig, TargetConfig
 from spectrain.data.prompts import Conversation
 from spectrain.data.responses import Response, ResponseStore, Sampling
 from spectrain.engines.hf import HFEngine
-from spectrain.engines.host import HostService
-from spectrain.engines.served import ServedEngine
-from spectrain.engines.service import Request, Service
-from spectrain.engines.vllm_options import engine_args
+from spectrain.engines.vllm.args import engine_args
+from spectrain.engines.vllm.engine import VLLMEngine
+from spectrain.engines.vllm.process import VLLMProcess
+from spectrain.engines.vllm.requests import Request, VLLMClient
 from spectrain.errors import RunError
 from spectrain.target.model import TargetModel
 from spectrain.target.resolve import resolve_target
@@ -39,16 +39,16 @@ MAX_LENGTH = 200
 class Open:
     """Keeps one service for all tests of a module: starting vLLM takes longer than the tests."""
 
-    def __init__(self, service: Service) -> None:
-        self.service, self.closed = service, 0
+    def __init__(self, client: VLLMClient) -> None:
+        self.client, self.closed = client, 0
 
-    def __call__(self, purpose: str, extra_args: object) -> Service:
+    def __call__(self, purpose: str, extra_args: object) -> VLLMClient:
         opened = self
 
         class Kept:
-            capacity = opened.service.capacity
-            submit = opened.service.submit
-            collect = opened.service.collect
+            capacity = opened.client.capacity
+            submit = opened.client.submit
+            collect = opened.client.collect
 
             def close(self) -> None:
                 opened.closed += 1
@@ -57,7 +57,7 @@ class Open:
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])
-def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[HFEngine, ServedEngine, Open]]:
+def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[HFEngine, VLLMEngine, Open]]:
     folder = request.getfixturevalue(f"{request.param}_folder")
     config = TargetConfig(path=str(folder), max_length=MAX_LENGTH)
     resolved = resolve_target(config)
@@ -66,10 +66,10 @@ def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     embedded = HFEngine(target, resolved, EngineConfig(batch_size=4), MAX_LENGTH)
     engine = vllm_engine()
     log = tmp_path_factory.mktemp("logs") / "vllm.log"
-    service = HostService(engine, engine_args(engine, config, resolved.folder), log)
-    opened = Open(service)
-    yield embedded, ServedEngine(resolved, embedded.template, embedded.end_ids, MAX_LENGTH, opened), opened
-    service.close()
+    client = VLLMProcess(engine, engine_args(engine, config, resolved.folder), log)
+    opened = Open(client)
+    yield embedded, VLLMEngine(resolved, embedded.template, embedded.end_ids, MAX_LENGTH, opened), opened
+    client.close()
 
 
 def conversations(count: int, turns: int = 1) -> list[tuple[Conversation, str]]:
@@ -97,12 +97,12 @@ def same(one: Response, other: Response) -> bool:
     return content(one) == content(other)
 
 
-def collect_until_error(service: Service) -> None:
+def collect_until_error(client: VLLMClient) -> None:
     for _ in range(20):
-        service.collect(1.0)
+        client.collect(1.0)
 
 
-def test_greedy_answers_are_those_of_the_embedded_engine(engines: tuple[HFEngine, ServedEngine, Open]) -> None:
+def test_greedy_answers_are_those_of_the_embedded_engine(engines: tuple[HFEngine, VLLMEngine, Open]) -> None:
     embedded, served, opened = engines
     asked = [*conversations(24), *((replace(c, id=f"m{c.id}"), s) for c, s in conversations(8, turns=3))]
     tokens: list[int] = []
@@ -118,18 +118,18 @@ def test_greedy_answers_are_those_of_the_embedded_engine(engines: tuple[HFEngine
     assert sum(int((response.loss_mask[1:] > response.loss_mask[:-1]).sum()) > 1 for response in found.values()) >= 3
 
 
-def test_an_answer_ends_with_the_document(engines: tuple[HFEngine, ServedEngine, Open]) -> None:
+def test_an_answer_ends_with_the_document(engines: tuple[HFEngine, VLLMEngine, Open]) -> None:
     embedded, served, _ = engines
     asked = conversations(6)
     longest = max(len(embedded.template.first_prompt_ids(conversation)) for conversation, _ in asked)
-    cut = ServedEngine(served.resolved, served.template, served.end_ids, longest + 3, served.open_service)
-    twin = HFEngine(embedded.target, embedded.resolved, EngineConfig(), longest + 3)
-    found, expected = by_key(cut.generate(asked, GREEDY)), by_key(twin.generate(asked, GREEDY))
+    cut = VLLMEngine(served.resolved, served.template, served.end_ids, longest + 3, served.open_vllm)
+    reference = HFEngine(embedded.target, embedded.resolved, EngineConfig(), longest + 3)
+    found, expected = by_key(cut.generate(asked, GREEDY)), by_key(reference.generate(asked, GREEDY))
     assert all(same(found[key], expected[key]) for key in expected)
     assert max(len(response.input_ids) for response in found.values()) == longest + 3
 
 
-def test_sampled_answers_do_not_depend_on_company_and_follow_the_seed(engines: tuple[HFEngine, ServedEngine, Open]) -> None:
+def test_sampled_answers_do_not_depend_on_company_and_follow_the_seed(engines: tuple[HFEngine, VLLMEngine, Open]) -> None:
     _, served, _ = engines
     asked = conversations(10, turns=2)
     whole = by_key(served.generate(asked, SAMPLED))
@@ -140,62 +140,62 @@ def test_sampled_answers_do_not_depend_on_company_and_follow_the_seed(engines: t
     assert len(texts[0] & texts[1]) <= 2
 
 
-def test_sampled_answers_follow_the_truncated_law(engines: tuple[HFEngine, ServedEngine, Open]) -> None:
-    """First tokens of one prompt under many seeds, against the law computed from the unmodified model's logits (chi-squared)."""
+def test_sampled_answers_follow_the_truncated_distribution(engines: tuple[HFEngine, VLLMEngine, Open]) -> None:
+    """First tokens of one prompt under many seeds, against the distribution computed from the unmodified model's logits (chi-squared)."""
     embedded, _, opened = engines
     prompt = embedded.template.first_prompt_ids(conversations(1)[0][0])
     logits_V = embedded.target.model(input_ids=torch.tensor([prompt])).logits[0, -1].double()
     scaled_V = logits_V / SAMPLED.temperature
     kept = sorted(range(len(scaled_V)), key=lambda token: -float(scaled_V[token]))[: SAMPLED.top_k]
     weights = torch.softmax(scaled_V[kept], 0).tolist()
-    law, mass = {}, 0.0
+    sampling, mass = {}, 0.0
     for token, weight in zip(kept, weights, strict=True):
         if mass < SAMPLED.top_p:
-            law[token] = weight
+            sampling[token] = weight
         mass += weight
-    total = sum(law.values())
+    total = sum(sampling.values())
     draws = 600
-    counts = dict.fromkeys(law, 0)
+    counts = dict.fromkeys(sampling, 0)
     pending = [Request(f"{n}", prompt, 1, SAMPLED.temperature, SAMPLED.top_p, SAMPLED.top_k, seed=n * 7919 + 1) for n in range(draws)]
     for request in pending:
-        opened.service.submit(request)
+        opened.client.submit(request)
     got = 0
     while got < draws:
-        for answer in opened.service.collect(1.0):
-            counts[answer.ids[0]] += 1  # KeyError: a token outside the law
+        for answer in opened.client.collect(1.0):
+            counts[answer.ids[0]] += 1  # KeyError: a token outside the distribution
             got += 1
-    expected = {token: draws * weight / total for token, weight in law.items()}
-    statistic = sum((counts[token] - expected[token]) ** 2 / expected[token] for token in law)
-    freedom = len(law) - 1
+    expected = {token: draws * weight / total for token, weight in sampling.items()}
+    statistic = sum((counts[token] - expected[token]) ** 2 / expected[token] for token in sampling)
+    freedom = len(sampling) - 1
     assert statistic < freedom + 5 * (2 * freedom) ** 0.5
 
 
-def test_what_vllm_refuses_is_said(engines: tuple[HFEngine, ServedEngine, Open]) -> None:
+def test_what_vllm_refuses_is_said(engines: tuple[HFEngine, VLLMEngine, Open]) -> None:
     _, _, opened = engines
-    opened.service.submit(Request("long", [1] * (MAX_LENGTH + 50), 5))
+    opened.client.submit(Request("long", [1] * (MAX_LENGTH + 50), 5))
     with pytest.raises(RunError, match=r"vLLM refused request long: .*"):
-        collect_until_error(opened.service)
+        collect_until_error(opened.client)
 
 
-def test_a_killed_engine_ends_the_stage_and_its_log_is_quoted(engines: tuple[HFEngine, ServedEngine, Open]) -> None:
+def test_a_killed_engine_ends_the_stage_and_its_log_is_quoted(engines: tuple[HFEngine, VLLMEngine, Open]) -> None:
     """The last test of this service."""
-    service = engines[2].service
-    assert isinstance(service, HostService)
-    service.submit(Request("long", [1, 2, 3], 190))
-    os.kill(service._process.pid, signal.SIGKILL)
+    client = engines[2].client
+    assert isinstance(client, VLLMProcess)
+    client.submit(Request("long", [1, 2, 3], 190))
+    os.kill(client._process.pid, signal.SIGKILL)
     with pytest.raises(RunError, match=r"(?s)vLLM ended while it was at work \(killed by SIGKILL\).*vllm\.log"):
-        collect_until_error(service)
+        collect_until_error(client)
     with pytest.raises(RunError, match="cannot be reached"):
-        service.submit(Request("more", [1] * 100_000, 5))  # more than a pipe holds
-    service.close()
-    service.close()
+        client.submit(Request("more", [1] * 100_000, 5))  # more than a pipe holds
+    client.close()
+    client.close()
 
 
 def test_an_engine_that_cannot_start_quotes_its_log(tmp_path: Path, llama_folder: Path) -> None:
     engine = vllm_engine({"max_model_len": 100_000})
     args = engine_args(engine, TargetConfig(max_length=MAX_LENGTH), llama_folder)
     with pytest.raises(RunError, match=r"(?s)vLLM did not start .*vllm\.log.*max_model_len \(100000\) is greater"):
-        HostService(engine, args, tmp_path / "vllm.log")
+        VLLMProcess(engine, args, tmp_path / "vllm.log")
 
 
 def test_generate_goes_on_after_a_kill_and_leaves_nothing_running(tmp_path: Path, llama_folder: Path) -> None:

@@ -15,11 +15,11 @@ import pytest
 from test_capture import MAX_LENGTH, Bench, assert_as_transformers, responses_of
 from vllm_tools import vllm_engine, vllm_environment
 
+from spectrain.data.hidden_states import StoredHiddenStates
+from spectrain.data.hidden_states_writer import HiddenStatesWriter
 from spectrain.data.responses import ResponseStore
-from spectrain.data.states import StateStore
-from spectrain.data.states_writer import StateStoreWriter
-from spectrain.engines import served_capture
-from spectrain.engines.endpoints import EndpointPool
+from spectrain.engines.vllm import capture_states as served_capture
+from spectrain.engines.vllm.servers import ServerPool
 
 TAPS = (1, 3)
 # The command line with small parts of responses, so that some are there soon.
@@ -48,11 +48,11 @@ def test_a_run_in_one_pass_that_is_killed_goes_on(llama_folder: Path, tmp_path: 
     arguments = [
         *("data=jsonl", f"data.train={tmp_path / 'train.jsonl'}", f"data.heldout={tmp_path / 'heldout.jsonl'}"),
         *(f"target.path={llama_folder}", f"target.max_length={MAX_LENGTH}", "sampling.temperature=0", "sampling.max_new_tokens=60"),
-        *("states.shard_bytes=65536", f"drafter.taps={list(TAPS)}", f"run.dir={run}", "capture.during_generation=true", "engine=vllm"),
+        *("hidden_states.shard_bytes=65536", f"drafter.taps={list(TAPS)}", f"run.dir={run}", "capture.during_generation=true", "engine=vllm"),
         *("engine.max_num_seqs=2", *(f"engine.environment.{key}='{value}'" for key, value in vllm_environment().items())),
     ]
     command = [sys.executable, "-P", "-c", SMALL_PARTS]
-    parts, incoming = run / "responses", run / "states" / ".incoming"
+    parts, incoming = run / "responses", run / "hidden_states" / ".incoming"
     process = subprocess.Popen([*command, "generate", *arguments])
     try:
         wait_for(lambda: process.poll() is not None or (any(parts.glob("*.parquet")) and any(incoming.glob("*/*.safetensors"))))
@@ -66,11 +66,11 @@ def test_a_run_in_one_pass_that_is_killed_goes_on(llama_folder: Path, tmp_path: 
     subprocess.run([*command, "capture", *arguments], check=True, timeout=300)
     responses = ResponseStore(parts).load()
     assert len(responses) == 34 and before < {response.key for response in responses}
-    store = StateStore(run / "states")
+    store = StoredHiddenStates(run / "hidden_states")
     assert len(set(store.keys)) == len(store.keys) == 34
     bench = Bench(llama_folder, tmp_path, TAPS, vllm_engine())
     assert_as_transformers(bench, store, responses)
-    assert left & {path.stat().st_ino for path in (run / "states").glob("*.safetensors")}  # the very files
+    assert left & {path.stat().st_ino for path in (run / "hidden_states").glob("*.safetensors")}  # the very files
     assert not incoming.exists()
 
 
@@ -86,8 +86,8 @@ def test_states_that_die_with_one_of_two_servers_are_captured_by_the_other(
 
     def on_tokens(count: int) -> None:
         heard.append(count)
-        pool = bench.services[0]
-        assert isinstance(pool, EndpointPool)
+        pool = bench.clients[0]
+        assert isinstance(pool, ServerPool)
         # Once both have computed something: it is in their memory alone, for no shard is full.
         if not killed and all(endpoint.answered for endpoint in pool.endpoints):
             server = pool.endpoints[0].server
@@ -96,9 +96,9 @@ def test_states_that_die_with_one_of_two_servers_are_captured_by_the_other(
             killed.append(int(children[0]))
             os.kill(killed[0], signal.SIGKILL)
 
-    with StateStoreWriter(tmp_path / "states", bench.meta()) as writer:
+    with HiddenStatesWriter(tmp_path / "hidden_states", bench.meta()) as writer:
         bench.capturing.shards(writer, responses, 1 << 24, on_tokens)
     assert killed, "both servers were never at work together"
     assert sorted(heard) == sorted(len(response.input_ids) for response in responses)  # progress counts no document twice
-    assert_as_transformers(bench, StateStore(tmp_path / "states"), responses)
-    assert not (tmp_path / "states" / ".incoming").exists()
+    assert_as_transformers(bench, StoredHiddenStates(tmp_path / "hidden_states"), responses)
+    assert not (tmp_path / "hidden_states" / ".incoming").exists()

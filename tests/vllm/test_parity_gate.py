@@ -13,8 +13,8 @@ import torch
 from drafter_tools import Options
 from parity_tools import DRAFTS, Family, job, mutated, played, run_jobs, save, train
 
-from spectrain.drafters.recurrent.drafter import Eagle3
-from spectrain.evaluation.hypotheses import explain
+from spectrain.drafters.autoregressive.eagle3_drafter import Eagle3
+from spectrain.evaluation.diagnosis import explain
 from spectrain.evaluation.parity import ParityReport, Played, compare
 
 # Together: both layer types, 1, 2, 3 and 5 taps, every switch on and off, two layers, both vocabularies, three families of target.

@@ -21,10 +21,10 @@ from tiny import tiny_tokenizer
 from transformers import AutoModelForCausalLM
 from vllm_tools import vllm_environment, vllm_target
 
-from spectrain.config import DrafterConfig
+from spectrain.config.drafter_schema import DrafterConfig
 from spectrain.data.vocab import build_vocab, full_vocab
 from spectrain.drafters.build import build_drafter
-from spectrain.drafters.folder import save_drafter
+from spectrain.drafters.drafter_folder import save_drafter
 from spectrain.target.head import TargetHead
 from spectrain.target.spec import TargetSpec
 

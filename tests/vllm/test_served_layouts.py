@@ -1,6 +1,6 @@
 """Folders in the layouts of other projects, served by the real vLLM as they are: what we read is what it reads, ids of layers included.
 
-Two twins: vLLM itself drafts from the folder what our loop drafts with the drafter that ``layouts.py`` made of it; and its readers of
+Two reference implementations: vLLM itself drafts from the folder what our loop drafts with the drafter that ``layouts.py`` made of it; and its readers of
 configurations give the same taps, switches and kinds of attention.
 """
 
@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 from block_tools import DSPARK, BlockOptions, random_block_drafter
 from drafter_tools import Options, random_drafter
-from layout_tools import deepspec_dspark, eagle3, write, zlab_dflash
+from foreign_layouts import deepspec_dspark, eagle3, write, zlab_dflash
 from parity_tools import DRAFTS, Family, job, played, run_jobs, train
 from test_block_parity import trained
 from vllm_tools import vllm_engine, vllm_environment
 
-from spectrain.config import BlockConfig, DrafterConfig
+from spectrain.config.drafter_schema import BlockConfig, DrafterConfig
 from spectrain.drafters.base import Drafter
-from spectrain.drafters.folder import load_drafter, read_shape, save_drafter
-from spectrain.drafters.served import read_served
+from spectrain.drafters.drafter_folder import load_drafter, read_shape, save_drafter
+from spectrain.drafters.serving_config import read_serving_config
 from spectrain.evaluation.parity import compare
 from spectrain.target.head import TargetHead
 
@@ -43,7 +43,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     jobs = []
     for name, path in folders.items():
         jobs.append(job(name, family, path))
-        jobs[-1]["args"]["speculative_config"] = read_served(str(path)).speculative_config(DRAFTS)
+        jobs[-1]["args"]["speculative_config"] = read_serving_config(str(path)).speculative_config(DRAFTS)
     head = TargetHead.from_checkpoint(family.folder)
     drafters = {name: load_drafter(path, family.model.spec.default_taps()).attach(head) for name, path in folders.items()}
     return family, drafters, run_jobs(jobs, folder / "vllm.log", vllm_engine(environment=vllm_environment()))

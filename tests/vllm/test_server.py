@@ -13,13 +13,13 @@ import pyarrow.parquet as pq
 import pytest
 from vllm_tools import vllm_engine, vllm_environment
 
-from spectrain.config import EngineConfig, TargetConfig
+from spectrain.config.schema import EngineConfig, TargetConfig
 from spectrain.data.chat import ChatTemplate
 from spectrain.data.prompts import Conversation
 from spectrain.data.responses import ResponseStore, Sampling
 from spectrain.engines.hf import HFEngine
-from spectrain.engines.served import ServedEngine
-from spectrain.engines.services import open_service
+from spectrain.engines.vllm.engine import VLLMEngine
+from spectrain.engines.vllm.open_vllm import open_vllm
 from spectrain.target.model import TargetModel
 from spectrain.target.resolve import resolve_target
 
@@ -36,11 +36,11 @@ def conversations(count):
 class Lasting:
     """A service that is used several times: closing it is the fixture's business."""
 
-    def __init__(self, service):
-        self._service = service
+    def __init__(self, client):
+        self._client = client
 
     def __getattr__(self, name):
-        return getattr(self._service, name)
+        return getattr(self._client, name)
 
     def close(self):
         pass
@@ -65,7 +65,7 @@ def hf_engine(target_config):
 def pool(target_config, llama_folder, tmp_path_factory):
     """Two replicas."""
     config = vllm_engine(name="vllm_server", replicas=2, concurrency=4, max_num_seqs=4)
-    pool = open_service(config, target_config, llama_folder, tmp_path_factory.mktemp("logs"), "generate", {})
+    pool = open_vllm(config, target_config, llama_folder, tmp_path_factory.mktemp("logs"), "generate", {})
     yield pool
     pool.close()
 
@@ -73,7 +73,7 @@ def pool(target_config, llama_folder, tmp_path_factory):
 @pytest.fixture(scope="module")
 def engine(pool, hf_engine):
     hf = hf_engine
-    return ServedEngine(hf.resolved, hf.template, hf.end_ids, MAX_LENGTH, lambda purpose, extra_args: Lasting(pool))
+    return VLLMEngine(hf.resolved, hf.template, hf.end_ids, MAX_LENGTH, lambda purpose, extra_args: Lasting(pool))
 
 
 def answers(responses):
@@ -112,9 +112,9 @@ def test_a_killed_servers_work_goes_to_the_other_and_nothing_is_left(engine, hf_
     first = next(found)
     os.kill(min(trees[0]), signal.SIGKILL)  # the server was the guard's first
     assert answers([first, *found]) == expected
-    wait_for(lambda: not any(map(lives, trees[0])))
+    wait_for(lambda: not any(map(is_alive, trees[0])))
     pool.close()
-    wait_for(lambda: not any(map(lives, [*trees[0], *trees[1], *guards])))
+    wait_for(lambda: not any(map(is_alive, [*trees[0], *trees[1], *guards])))
 
 
 def test_a_killed_run_leaves_no_server_and_goes_on(llama_folder, tmp_path):
@@ -135,7 +135,7 @@ def test_a_killed_run_leaves_no_server_and_goes_on(llama_folder, tmp_path):
     os.killpg(run.pid, signal.SIGKILL)
     assert run.wait() == -signal.SIGKILL, "it was done before it could be killed"
     assert len(tree) >= 4  # guard, server, engine, resource tracker
-    wait_for(lambda: not any(map(lives, tree)))
+    wait_for(lambda: not any(map(is_alive, tree)))
     before = {response.key: response for response in ResponseStore(parts).load()}
     assert 0 < len(before) < 44
 
@@ -178,7 +178,7 @@ def status(number):
     return fields[0], int(fields[1])
 
 
-def lives(number):
+def is_alive(number):
     found = status(number)
     return found is not None and found[0] != "Z"
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from tiny import tiny_target
 
-from spectrain.config import EngineConfig
+from spectrain.config.schema import EngineConfig
 
 CPU = Path(__file__).parent / "cpu"
 # vLLM's CPU kernels take few head sizes; 32 is the smallest.

@@ -1,7 +1,7 @@
 """Where blocks begin in training, and which of their slots count.
 
 An anchor is a generated token whose successor was generated too: what a server drafts behind. Training draws some of them afresh at each
-step, uniformly without replacement in every document; the walk takes them all. The draw is stateless in (seed, step, document), so neither
+step, uniformly without replacement in every document; the simulation takes them all. The draw is stateless in (seed, step, document), so neither
 packing, nor ranks, nor a resumed run changes it.
 
 The draft in place k (from 0) behind anchor a predicts x_{a+1+k} and asks the teacher at a + k, whatever slot of the block makes it. It
@@ -49,7 +49,7 @@ def draw_anchors(batch: PackedBatch, per_row: int) -> Tensor:
     chosen = []
     for index, (length, number) in enumerate(zip(lengths, draw.documents, strict=True)):
         there = int(bounds[index + 1] - bounds[index])
-        share = max(1, round(per_row * length / draw.row_tokens))
+        share = max(1, round(per_row * length / draw.packed_length))
         if there <= share:
             chosen.append(np.arange(there) + bounds[index])
         else:

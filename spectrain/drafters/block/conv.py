@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from spectrain.drafters.block.shape import ConvShape
+from spectrain.drafters.block.block_shape import ConvShape
 
 
 class GroupedConv(nn.Module):

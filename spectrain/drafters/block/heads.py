@@ -1,4 +1,4 @@
-"""DSpark's light heads on top of a block: a Markov head that fixes the order of the drafts, and a confidence head.
+"""Light heads on top of a block: DSpark's Markov head, which fixes the order of the drafts, and its confidence head; DFlash2's selector.
 
 The base logits of all slots come from one parallel pass, so neighbouring slots may disagree about which continuation they belong to. The
 Markov head adds, slot by slot, a bias of rank r that knows the token before:
@@ -12,7 +12,13 @@ Markov head adds, slot by slot, a bias of rank r that knows the token before:
 prev is the anchor for the first drafting slot, then the draft before (in training the document's own token), always an id of the target's
 vocabulary. The confidence head estimates the probability that a slot is accepted, given that all before it were: σ(w · [h_j; e_j] + b).
 
-Legend: R blocks, J drafting slots, H hidden, r rank, D draft vocabulary.
+The selector prefers, among the k likeliest tokens of each slot, those that follow the token before:
+
+    score(c | prev) = base logit of c + ⟨A[prev] ⊙ P h_j, S[c]⟩          A, S [V, r] codebooks, P [r, H]
+
+Tokens outside the k candidates of a slot cannot be drafted, so a slot's distribution is the softmax of k scores.
+
+Legend: R blocks, J drafting slots, H hidden, r rank, D draft vocabulary, C = k candidates.
 """
 
 from __future__ import annotations
@@ -20,7 +26,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from spectrain.drafters.block.shape import MarkovShape
+from spectrain.drafters.block.block_shape import MarkovShape, SelectorShape
 
 _INIT_STD = 0.02
 
@@ -94,3 +100,29 @@ class ConfidenceHead(nn.Module):
         """Says one half everywhere."""
         self.proj.weight.zero_()
         self.proj.bias.zero_()
+
+
+class CandidateSelector(nn.Module):
+    """Full vocabulary only: candidates are ids of the target."""
+
+    def __init__(self, shape: SelectorShape, hidden_size: int, vocab_size: int) -> None:
+        super().__init__()
+        self.shape = shape
+        self.predecessor_codebook = nn.Parameter(torch.zeros(vocab_size, shape.rank))
+        self.successor_codebook = nn.Parameter(torch.zeros(vocab_size, shape.rank))
+        self.hidden_projection = nn.Linear(hidden_size, shape.rank, bias=False)
+
+    def query(self, prev: Tensor, hidden: Tensor) -> Tensor:
+        """A[prev] ⊙ P h: ids [...] and [..., H] -> [..., r]."""
+        return self.predecessor_codebook[prev] * self.hidden_projection(hidden)
+
+    def edges(self, query: Tensor, candidates_C: Tensor) -> Tensor:
+        """What is added to the base logits of the candidates: [..., r] and ids [..., C] -> [..., C]."""
+        return (self.successor_codebook[candidates_C] @ query[..., None])[..., 0]
+
+    @torch.no_grad()
+    def reset(self, generator: torch.Generator) -> None:
+        """Successors are zero, so a fresh selector changes nothing; predecessors are not, so successors have a gradient."""
+        self.predecessor_codebook.normal_(0.0, 1.0, generator=generator)
+        self.successor_codebook.zero_()
+        self.hidden_projection.weight.normal_(0.0, _INIT_STD, generator=generator)

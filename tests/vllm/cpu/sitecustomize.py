@@ -23,7 +23,7 @@ def repairs(module):
 @repairs("vllm.v1.sample.rejection_sampler")
 def sampling_parameters_of_drafted_positions(module):
     """At temperature > 0 with speculation every position needs its request's temperature and top-p. The CPU version of this function
-    writes them into a copy of another type, so the positions keep whatever the memory held, and tokens are drawn from a wrong law."""
+    writes them into a copy of another type, so the positions keep whatever the memory held, and tokens are drawn from a wrong distribution."""
     import torch
 
     def expand_batch_to_tokens(x, cu_num_tokens, num_tokens, replace_from=0, replace_to=0):

@@ -1,0 +1,95 @@
+"""A shard being gathered, and the file it becomes.
+
+Documents are copied one behind the other into preallocated buffers, in the type they are stored in; the file is written under another
+name, flushed to disk and moved to its place, so a shard that is there is whole. Memory: one shard, touched as it fills.
+
+The store's writer uses this, and so does the connector inside vLLM's workers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from spectrain.data.hidden_states import StoreMeta, TargetStates, bytes_per_token, quantize, token_layout
+
+
+class ShardBuffer:
+    """Gathers documents until they fill ``shard_bytes``. A document longer than that makes a shard of its own."""
+
+    def __init__(self, meta: StoreMeta, shard_bytes: int) -> None:
+        self.meta = meta
+        self._capacity = max(1, shard_bytes // bytes_per_token(meta))
+        self._buffers: dict[str, Tensor] = {}
+        self._documents: list[tuple[str, str, int, int]] = []  # key, split, end, loss count
+
+    @property
+    def keys(self) -> list[str]:
+        """Of the documents gathered."""
+        return [key for key, _, _, _ in self._documents]
+
+    @property
+    def tokens(self) -> int:
+        return self._documents[-1][2] if self._documents else 0
+
+    @property
+    def full(self) -> bool:
+        return self.tokens >= self._capacity
+
+    def fits(self, length: int) -> bool:
+        """Whether a document of ``length`` tokens may still be added; to an empty shard any document may."""
+        return not self._documents or self.tokens + length <= self._capacity
+
+    def add(self, states: TargetStates) -> None:
+        """Copy one document. Without a log-normalizer its place is filled with NaN."""
+        length = states.input_ids.shape[0]
+        self._reserve(length)
+        rows = slice(self.tokens, self.tokens + length)
+        for name, value in _encoded(states, self.meta).items():
+            self._buffers[name][rows].copy_(value)
+        self._documents.append((states.key, states.split, rows.stop, int(states.loss_mask.sum())))
+
+    def write(self, path: Path, partial: Path, metadata: Mapping[str, str] | None = None) -> str:
+        """Write what was gathered to ``path`` and begin anew. Returns the file's SHA-256."""
+        keys, splits, ends, loss_counts = zip(*self._documents, strict=True)
+        tensors = {name: buffer[: self.tokens] for name, buffer in self._buffers.items()}
+        tensors["offsets"] = torch.tensor((0, *ends), dtype=torch.int64)
+        tensors["loss_counts"] = torch.tensor(loss_counts, dtype=torch.int64)
+        sha256 = write_shard(path, partial, tensors, {"keys": json.dumps(keys), "splits": json.dumps(splits), **(metadata or {})})
+        self._documents = []
+        return sha256
+
+    def _reserve(self, length: int) -> None:
+        rows = max(self._capacity, length)
+        if not self._buffers or (not self._documents and next(iter(self._buffers.values())).shape[0] < rows):
+            self._buffers = {name: torch.empty((rows, *shape), dtype=dtype) for name, (dtype, shape) in token_layout(self.meta).items()}
+
+
+def write_shard(path: Path, partial: Path, tensors: dict[str, Tensor], metadata: Mapping[str, str]) -> str:
+    """Write a shard as ``partial``, flush it to disk and move it to ``path``. Returns the file's SHA-256."""
+    partial.touch()
+    mode = partial.stat().st_mode
+    save_file(tensors, partial, dict(metadata))
+    partial.chmod(mode)  # save_file makes files that only their owner may read, whatever the umask
+    with partial.open("r+b") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+    return sha256
+
+
+def _encoded(states: TargetStates, meta: StoreMeta) -> dict[str, Tensor]:
+    values = {name: getattr(states, name) for name in ("input_ids", "loss_mask", "taps", "last_hidden")}
+    nan = torch.full(states.input_ids.shape, torch.nan)
+    values["log_normalizer"] = nan if states.log_normalizer is None else states.log_normalizer
+    if meta.dtype == "int8":
+        for name in ("taps", "last_hidden"):
+            values[name], values[f"{name}_scale"] = quantize(values[name])
+    return values

@@ -1,0 +1,144 @@
+"""Writing the hidden-state store of ``states.py``: shard by shard, each one finished before the index names it.
+
+A shard is gathered in memory (``shard.py``), written to a folder of partial files, moved to its place, and only then listed in
+``index.json``, which is itself replaced in one move. Whenever the process is killed, the index names whole shards only; whatever else
+lies in the folder is a leftover and is removed by the next writer. Shards that a served target wrote are adopted as they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+from torch import Tensor
+
+from spectrain.data.hidden_states import INDEX_NAME, ShardRecord, StoredHiddenStates, StoreIndex, StoreMeta, TargetStates
+from spectrain.data.hidden_states_shard import ShardBuffer
+from spectrain.errors import RunError
+
+_PARTIAL = ".partial"
+
+
+class HiddenStatesWriter:
+    """Adds documents to a store, new or begun. Use as a context manager, or call ``close``.
+
+    Raises ``InputError`` if the folder holds states of something else (naming the field that differs).
+    """
+
+    def __init__(self, folder: str | Path, meta: StoreMeta, shard_bytes: int = 1 << 30) -> None:
+        self.folder, self.meta = Path(folder), meta
+        self._gathered = ShardBuffer(meta, shard_bytes)
+        self._shards: list[ShardRecord] = []
+        self._done: set[str] = set()  # keys in finished shards
+        self._known: set[str] = set()  # and those gathered for the next one
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if (self.folder / INDEX_NAME).exists():
+            index = StoreIndex.load(self.folder)
+            index.meta.check(dataclasses.asdict(meta), self.folder)
+            self._shards, self._done = list(index.shards), set(StoredHiddenStates(self.folder).keys)
+            self._known = set(self._done)
+        self._remove_leftovers()
+
+    def done_keys(self) -> set[str]:
+        """Keys of the documents in finished shards: they survive a kill and need not be captured again."""
+        return set(self._done)
+
+    def add(self, states: TargetStates) -> None:
+        """Copy one document into the shard being gathered, and write the shard when it is full.
+
+        A document longer than a whole shard gets one of its own. Raises ``RunError`` if a state is not finite: a bad document is
+        never stored and never replaced by another.
+        """
+        if states.key in self._known:
+            raise ValueError(f"states of {states.key} are already in {self.folder}")
+        if states.log_normalizer is None:
+            raise ValueError(
+                f"states of {states.key} have no log_normalizer: compute it with TargetHead.log_normalizer before storing them"
+            )
+        for name in ("taps", "last_hidden"):
+            if not is_finite(getattr(states, name)):
+                raise RunError(f"the target computed {name} that are not finite for response {states.key}: try target.dtype=float32")
+        if not self._gathered.fits(states.input_ids.shape[0]):
+            self.flush()
+        self._gathered.add(states)
+        self._known.add(states.key)
+        if self._gathered.full:
+            self.flush()
+
+    def adopt(self, path: Path, keys: Sequence[str], tokens: int) -> None:
+        """Take a whole shard file, of this store's layout and on its file system, into the store: it is moved, then listed.
+
+        Its documents must be new, and what is in it has been checked (``states_incoming.py``).
+        """
+        known = self._known.intersection(keys)
+        if known:
+            raise ValueError(f"states of {min(known)} are already in {self.folder}")
+        with path.open("rb") as file:
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        place = self._next_shard()
+        path.replace(place)
+        self._known.update(keys)
+        self._list(place, keys, tokens, sha256)
+
+    def flush(self) -> None:
+        """Write what has been gathered as a shard, then list it in the index."""
+        keys, tokens = self._gathered.keys, self._gathered.tokens
+        if not keys:
+            return
+        path = self._next_shard()
+        sha256 = self._gathered.write(path, self._partial_file(path.name))
+        self._list(path, keys, tokens, sha256)
+
+    def close(self) -> None:
+        """Write the last shard. A store without any document has an index too."""
+        self.flush()
+        if not self._shards:
+            self._write_index()
+        self._gathered = ShardBuffer(self.meta, 0)  # its memory is free
+        shutil.rmtree(self.folder / _PARTIAL, ignore_errors=True)
+
+    def __enter__(self) -> HiddenStatesWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()  # after an error too: the documents gathered so far are whole
+
+    def _next_shard(self) -> Path:
+        return self.folder / f"shard-{len(self._shards):05d}.safetensors"
+
+    def _list(self, path: Path, keys: Sequence[str], tokens: int, sha256: str) -> None:
+        """Name a finished shard in the index."""
+        self._shards.append(ShardRecord(path.name, len(keys), tokens, path.stat().st_size, sha256))
+        self._write_index()
+        self._done.update(keys)
+
+    def _write_index(self) -> None:
+        partial = self._partial_file(INDEX_NAME)
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(StoreIndex(self.meta, tuple(self._shards)).to_json())
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(self.folder / INDEX_NAME)
+
+    def _partial_file(self, name: str) -> Path:
+        path = self.folder / _PARTIAL / name
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+        return path
+
+    def _remove_leftovers(self) -> None:
+        shutil.rmtree(self.folder / _PARTIAL, ignore_errors=True)
+        listed = {record.file for record in self._shards}
+        for path in self.folder.glob("shard-*.safetensors"):
+            if path.name not in listed:
+                path.unlink()
+
+
+def is_finite(x: Tensor) -> bool:
+    """Without a temporary of the size of ``x``; infinities and NaN both show in the extremes."""
+    return x.numel() == 0 or all(bool(extreme.isfinite()) for extreme in x.aminmax())

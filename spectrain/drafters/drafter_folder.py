@@ -1,0 +1,221 @@
+"""The drafter's folder: ``config.json`` and ``model.safetensors`` in the speculators layout, which is what vLLM serves as it is.
+
+There is no converter between training and serving: parameters carry vLLM's names, every switch whose default differs between writers and
+readers is written out, ids of taps are written unchanged (the residual stream after so many layers). Facts of training that a server
+ignores stand under ``spectrain``. Weights are stored in the type they were trained in, so reading a folder gives the same bits. Folders
+that others wrote are read through ``layouts.py``, which turns their layouts into this one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, bfloat16, float16, float32, float64
+
+from spectrain.data.vocab import DraftVocab, full_vocab, vocab_from_d2t
+from spectrain.drafters.autoregressive import eagle3_folder as autoregressive_layout
+from spectrain.drafters.base import Drafter, DrafterShape
+from spectrain.drafters.block import block_folder as block_layout
+from spectrain.drafters.foreign_checkpoints import Copies, standard_config, standard_tensors
+from spectrain.errors import InputError
+from spectrain.files import file_digest, recover_folder, replace_folder, write_atomically
+
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+_DTYPES = (bfloat16, float16, float32, float64)
+# An embedding that stands for the mask token in place of the target's own: vLLM reads it from beside the weights.
+_MASK_EMBEDDING = "mask_embedding.pt"
+# Kind of drafter (speculators_model_type) -> the module that knows its fields, and the name of its architecture.
+_LAYOUTS: dict[str, tuple[Any, str]] = {
+    "eagle3": (autoregressive_layout, autoregressive_layout.ARCHITECTURE),
+    **{method: (block_layout, name) for method, name in block_layout.ARCHITECTURES.items()},
+}
+
+
+def save_drafter(
+    drafter: Drafter,
+    folder: Path,
+    *,
+    target: str,
+    target_architectures: tuple[str, ...],
+    num_speculative_tokens: int,
+    facts: dict[str, Any] | None = None,
+) -> None:
+    """Write the folder atomically: a reader sees the old drafter or the new one, never a mixture.
+
+    Args:
+        target: what a server loads beside the drafter when it is given this folder alone (Hub id or folder).
+        target_architectures: the target's own, from its config.json.
+        num_speculative_tokens: the number of draft tokens a server takes by default.
+        facts: anything to record under ``spectrain`` (scores, step, coverage).
+    """
+    shape = drafter.shape
+    layout, architecture = _LAYOUTS[drafter.method]
+    config = {
+        "architectures": [architecture],
+        "speculators_model_type": drafter.method,
+        "speculators_config": {
+            "algorithm": drafter.method,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": num_speculative_tokens}],
+            "verifier": {"name_or_path": target, "architectures": list(target_architectures)},
+        },
+        "draft_vocab_size": shape.draft_vocab_size,
+        "target_hidden_size": shape.layer.hidden_size,
+        **layout.to_config(drafter),
+        "torch_dtype": str(drafter.body.fc.weight.dtype).removeprefix("torch."),
+        "spectrain": {**layout.facts(drafter), **(facts or {})},
+    }
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.body.state_dict().items()}
+    if shape.owns_head:
+        tensors["d2t"] = drafter.vocab.d2t()
+
+    def fill(into: Path) -> None:
+        save_file(tensors, into / WEIGHTS, metadata={"format": "pt"})
+        (into / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+    replace_folder(folder, fill)
+
+
+def add_metadata(folder: Path, facts: dict[str, Any]) -> None:
+    """Record more under ``spectrain`` in a folder that is there, in one step; its weights stay as they are."""
+    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    config["spectrain"] = {**config.get("spectrain", {}), **facts}
+    write_atomically(folder / CONFIG, json.dumps(config, indent=2) + "\n")
+
+
+def read_shape(folder: str | Path, usual_taps: Sequence[int] | None = None) -> DrafterShape:
+    """What a drafter folder's ``config.json`` says of its drafter: taps, dimensions, vocabulary sizes. Reads no weights.
+
+    ``usual_taps``: what an EAGLE-3 drafter of another writer reads that does not say so (the target's ``default_taps``).
+
+    Raises InputError naming the file, and the field that is missing or makes no sense.
+    """
+    return _shape_from_config(_read_config(Path(folder), usual_taps), Path(folder))
+
+
+def read_method(folder: str | Path) -> str:
+    """The method of the drafter in a folder. Raises InputError as ``read_shape`` does."""
+    return str(_read_config(Path(folder))["speculators_model_type"])
+
+
+def load_drafter(folder: str | Path, usual_taps: Sequence[int] | None = None) -> Drafter:
+    """Read a drafter folder of any layout that ``layouts.py`` knows; weights are bit for bit what was saved.
+
+    Call ``attach(head)`` before drafting. ``usual_taps`` as in ``read_shape``.
+
+    Raises InputError naming the file and the field or tensor that is missing or has the wrong shape.
+    """
+    folder = Path(folder)
+    if not folder.exists():  # a writer was killed between its two renames; one that is at work must not be disturbed
+        recover_folder(folder)
+    config = _read_config(folder, usual_taps)
+    shape = _shape_from_config(config, folder)
+    tensors = standard_tensors(_read_tensors(folder))
+    vocab = _vocab(tensors.pop("d2t", None), shape, folder)
+    copies = Copies.taken_from(tensors, shape.owns_head, str(folder / WEIGHTS))
+    drafter = _build(config, shape, vocab, folder)
+    _check_tensors(drafter.body.state_dict(), tensors, folder / WEIGHTS)
+    drafter.body.load_state_dict(tensors, assign=True)
+    drafter.copies = copies if copies.tensors else None
+    return drafter.eval()
+
+
+def _read_config(folder: Path, usual_taps: Sequence[int] | None = None) -> dict[str, Any]:
+    path = folder / CONFIG
+    if not path.is_file():
+        raise InputError(f"{folder} holds no drafter: {CONFIG} is missing")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise InputError(f"{path} describes no drafter: it is no JSON object")
+    if (folder / _MASK_EMBEDDING).is_file():
+        raise InputError(f"{folder / _MASK_EMBEDDING}: this version reads drafters whose mask is a token of the target alone")
+    config = standard_config(config, str(path), usual_taps)
+    kind = config.get("speculators_model_type")
+    if str(kind) not in _LAYOUTS:
+        raise InputError(
+            f"{path}: speculators_model_type is {kind!r}; this version reads {', '.join(_LAYOUTS)} drafters in the speculators layout"
+        )
+    return config
+
+
+def _layout(config: dict[str, Any]) -> Any:
+    return _LAYOUTS[config["speculators_model_type"]][0]
+
+
+def _shape_from_config(config: dict[str, Any], folder: Path) -> DrafterShape:
+    try:
+        return _layout(config).to_shape(config)
+    except KeyError as error:
+        raise InputError(f"{folder / CONFIG}: field {error} is missing") from None
+    except (TypeError, ValueError, AttributeError) as error:
+        raise InputError(f"{folder / CONFIG} describes no drafter ({error}): name a folder that fit has written") from None
+
+
+def _build(config: dict[str, Any], shape: DrafterShape, vocab: DraftVocab, folder: Path) -> Drafter:
+    """The drafter, its weights not yet read."""
+    facts = config.get("spectrain") or {}
+    try:
+        if not isinstance(facts, dict):
+            raise ValueError(f"spectrain is {facts!r}, it must be a section with fields")
+        return _layout(config).build(shape, vocab, facts)
+    except (TypeError, ValueError, RuntimeError) as error:  # the last for sizes that no machine holds
+        raise InputError(f"{folder / CONFIG} describes no drafter ({error}): name a folder that fit has written") from None
+
+
+def _read_tensors(folder: Path) -> dict[str, Tensor]:
+    path = folder / WEIGHTS
+    if not path.is_file():
+        raise InputError(f"{path} is missing (only safetensors are read, in one file)")
+    try:
+        # Copied, because kernels sum in another order where a tensor does not begin at a whole cache line, as in a mapped file.
+        return {name: tensor.clone() for name, tensor in load_file(path).items()}
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"{path} cannot be read as safetensors: {error}") from None
+
+
+def _vocab(d2t: Tensor | None, shape: DrafterShape, folder: Path) -> DraftVocab:
+    if not shape.owns_head:
+        if d2t is not None and bool(d2t.any()):
+            raise InputError(f"{folder / WEIGHTS}: tensor 'd2t' moves ids, but draft_vocab_size is the target's whole vocabulary")
+        return full_vocab(shape.target_vocab_size)
+    if d2t is None:
+        raise InputError(f"{folder / WEIGHTS}: tensor 'd2t' is missing, but draft_vocab_size is smaller than the target's vocabulary")
+    if d2t.is_floating_point():
+        raise InputError(f"{folder / WEIGHTS}: tensor 'd2t' is of type {d2t.dtype}, it must hold whole numbers")
+    if tuple(d2t.shape) != (shape.draft_vocab_size,):
+        raise InputError(f"{folder / WEIGHTS}: tensor 'd2t' has {tuple(d2t.shape)}, draft_vocab_size says {shape.draft_vocab_size}")
+    vocab = vocab_from_d2t(d2t, shape.target_vocab_size)
+    ids_D = vocab.ids_D
+    if int(ids_D.min()) < 0 or int(ids_D.max()) >= shape.target_vocab_size or not bool((ids_D.diff() > 0).all()):
+        raise InputError(f"{folder / WEIGHTS}: tensor 'd2t' does not give ascending ids of a vocabulary of {shape.target_vocab_size}")
+    return vocab
+
+
+def _check_tensors(expected: dict[str, Tensor], found: dict[str, Tensor], path: Path) -> None:
+    for name, tensor in expected.items():
+        if name not in found:
+            raise InputError(f"{path}: tensor '{name}' is missing")
+        if found[name].shape != tensor.shape:
+            raise InputError(
+                f"{path}: tensor '{name}' has shape {tuple(found[name].shape)}, the configuration asks for {tuple(tensor.shape)}"
+            )
+        if found[name].dtype not in _DTYPES:
+            raise InputError(f"{path}: tensor '{name}' is of type {found[name].dtype}, this version reads {', '.join(map(str, _DTYPES))}")
+        if not bool(found[name].isfinite().all()):
+            raise InputError(f"{path}: tensor '{name}' holds values that are not finite: the drafter is broken, write it again")
+    extra = sorted(set(found) - set(expected))
+    if extra:
+        raise InputError(f"{path}: tensor '{extra[0]}' belongs to no part of this drafter")
+
+
+def weights_digest(folder: Path) -> str:
+    """sha256 of the weights file: binds evaluations and parity records to exact weights."""
+    return file_digest(folder / WEIGHTS)

@@ -1,0 +1,143 @@
+"""What a server has to be told of a drafter: read from the ``config.json`` of a folder or of a Hub repository, without its weights.
+
+vLLM guesses the method of a drafter from its path where it is not told, so a run directory's name could change it; here it always comes
+from the drafter's own configuration.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spectrain.drafters.foreign_checkpoints import standard_config
+from spectrain.errors import InputError
+from spectrain.files import digest_strings, file_digest
+
+_CONFIG, _WEIGHTS = "config.json", "model.safetensors"
+_ASK_S = 10.0
+# Methods whose j-th draft does not depend on how many follow it, so that a shorter round is the beginning of a longer one.
+_AUTOREGRESSIVE = frozenset({"eagle3"})
+# What vLLM calls a method that it runs as a variant of another, and what it has to be told besides.
+_VARIANTS: dict[str, dict[str, Any]] = {
+    "peagle": {"method": "eagle3", "parallel_drafting": True},
+    "dflash2": {"method": "dflash"},
+}
+
+
+@dataclass(frozen=True)
+class ServingConfig:
+    """A drafter as a server sees it.
+
+    path: the folder, or the Hub id. revision: commit of a Hub repository. method: as in the configuration (eagle3, dflash, …).
+    num_speculative_tokens: the number of drafts it asks for. most_tokens: more than so many it cannot draft; None: no limit. target,
+    target_revision: what it was trained for, where that is known. vocab_size, hidden_size, last_tap: of that target; last_tap is the
+    deepest layer whose output is read.
+    """
+
+    path: str
+    revision: str | None
+    method: str
+    num_speculative_tokens: int
+    most_tokens: int | None
+    target: str | None
+    target_revision: str | None
+    vocab_size: int
+    hidden_size: int
+    last_tap: int | None
+
+    @property
+    def autoregressive(self) -> bool:
+        """Whether a shorter round is the beginning of a longer one."""
+        return self.method in _AUTOREGRESSIVE
+
+    def speculative_config(self, num_speculative_tokens: int | None = None) -> dict[str, Any]:
+        """vLLM's ``speculative_config`` with this drafter. None: the number of drafts that it asks for."""
+        config: dict[str, Any] = {"model": self.path, "method": self.method, **_VARIANTS.get(self.method, {})}
+        if self.revision is not None:
+            config["revision"] = self.revision
+        return config | {"num_speculative_tokens": num_speculative_tokens or self.num_speculative_tokens}
+
+
+def read_serving_config(path: str) -> ServingConfig:
+    """Read the configuration of a drafter, in any layout that ``layouts.py`` knows. vLLM reads them all as they are.
+
+    path: a folder, or a Hub id; of that only ``config.json`` is fetched, from the Hub's cache where it is there.
+
+    Raises InputError if there is no drafter, or if its configuration lacks what a server needs.
+    """
+    folder = Path(path).expanduser()
+    if os.path.isdir(folder):  # unlike Path.is_dir, False for names that no folder can have
+        return _from_config(_read(folder / _CONFIG), str(folder.resolve()), None, str(folder / _CONFIG))
+    file = _fetch(path)
+    return _from_config(_read(file), path, file.parent.name, f"{_CONFIG} of {path}")
+
+
+def _read(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        raise InputError(f"{file.parent} holds no drafter ({_CONFIG} is missing): name a folder that fit has written, or a Hub id")
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{file} is not valid JSON ({error}): write the drafter again") from None
+    return config if isinstance(config, dict) else {}
+
+
+def _fetch(repo: str) -> Path:
+    """``config.json`` of a Hub repository, in the Hub's cache."""
+    from huggingface_hub import HfApi, hf_hub_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        try:
+            return Path(hf_hub_download(repo, _CONFIG, local_files_only=True))
+        except LocalEntryNotFoundError:
+            commit = HfApi().model_info(repo, timeout=_ASK_S).sha  # unlike the download, it tries once
+            return Path(hf_hub_download(repo, _CONFIG, revision=commit))
+    except HFValidationError:
+        raise InputError(f"drafter.path={repo} is no folder, and no name that the Hub could have: correct it") from None
+    except Exception as error:  # network, disk and Hub errors of many types
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise InputError(f"drafter.path={repo} is no folder here, and the Hub gives no {_CONFIG} of it ({reason}): correct it") from error
+
+
+def _from_config(config: dict[str, Any], path: str, revision: str | None, where: str) -> ServingConfig:
+    config = standard_config(config, where)
+    if not isinstance(config.get("speculators_config"), dict):
+        raise InputError(f"{where} is not in the speculators layout (it has no speculators_config): only such drafters are served")
+    try:
+        speculation, layer = config["speculators_config"], config["transformer_layer_config"]
+        verifier, method = speculation["verifier"], config["speculators_model_type"]
+        taps = config.get("eagle_aux_hidden_state_layer_ids") or config.get("aux_hidden_state_layer_ids") or ()
+        facts = config.get("spectrain") or {}
+        return ServingConfig(
+            path=path,
+            revision=revision,
+            method=method,
+            num_speculative_tokens=int(speculation["proposal_methods"][0]["speculative_tokens"]),
+            most_tokens=_most_tokens(config, method),
+            target=verifier["name_or_path"],
+            target_revision=facts.get("target_revision"),
+            vocab_size=int(layer["vocab_size"]),
+            hidden_size=int(config.get("target_hidden_size") or layer["hidden_size"]),
+            last_tap=max(taps, default=None),
+        )
+    except KeyError as error:
+        raise InputError(f"{where}: field {error} is missing: write the drafter again") from None
+    except (TypeError, ValueError, IndexError, AttributeError) as error:
+        raise InputError(f"{where} describes no drafter ({error}): write the drafter again") from None
+
+
+def _most_tokens(config: dict[str, Any], method: str) -> int | None:
+    """Slots of a block drafter: the anchor's own slot drafts only where it was trained to."""
+    block = config.get("block_size")
+    if method in _AUTOREGRESSIVE or block is None:
+        return None
+    return int(block) if config.get("sample_from_anchor") else int(block) - 1
+
+
+def drafter_digest(folder: Path) -> str:
+    """Of everything a server loads from a drafter's folder: binds what was measured to exactly this drafter."""
+    return digest_strings([file_digest(folder / name) for name in (_CONFIG, _WEIGHTS)])

@@ -1,0 +1,221 @@
+"""Shards that a served target wrote, on their way into the store.
+
+While vLLM runs, its workers put whole shard files into a folder of their own, ``hidden_states/.incoming/<session>/``; nothing there belongs to the
+store. A shard is adopted when its documents are those of stored responses, id for id: what the workers could not know, the
+log-normalizer of the target's whole vocabulary, is computed from the states as they are stored and written into the file, which is then
+moved into the store and named in the index. A kill at any moment leaves the file on one side or the other. Leftovers of a killed
+capture are adopted by the next one like any others; what fits no response, or is in the store already, is removed.
+
+Files of the folder: ``<writer>-<number>.safetensors`` (whole shards), ``flush`` (a number; writers write what they have whenever it
+rises) and ``<writer>.error`` (why a writer gave up; empty on a full disk).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import chain
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from spectrain.data.hidden_states import ShardFile, StoredDocument, StoreMeta, TargetStates, dequantize, token_layout
+from spectrain.data.hidden_states_shard import write_shard
+from spectrain.data.hidden_states_writer import HiddenStatesWriter, is_finite
+from spectrain.data.responses import Response
+from spectrain.errors import InputError, RunError
+from spectrain.files import write_atomically
+from spectrain.target.head import TargetHead
+
+FOLDER = ".incoming"
+FLUSH, ERROR_SUFFIX, META = "flush", ".error", "meta"
+_CHUNK_TOKENS = 4096
+
+
+def flush_number(folder: Path) -> int:
+    """How often the writers of ``folder`` have been asked to write what they have."""
+    try:
+        return int((folder / FLUSH).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return 0
+
+
+def has_leftovers(states_folder: Path) -> bool:
+    """Whether a service left shards that were not adopted."""
+    return any((states_folder / FOLDER).glob("*/*.safetensors"))
+
+
+def remove_leftovers(states_folder: Path) -> None:
+    """Remove the folders of all services, which must have ended."""
+    shutil.rmtree(states_folder / FOLDER, ignore_errors=True)
+
+
+class Session:
+    """The folder that one running service writes into. It stays when the service ends: what is in it is adopted, then or later."""
+
+    def __init__(self, states_folder: Path, meta: StoreMeta) -> None:
+        self.folder = states_folder / FOLDER / uuid.uuid4().hex[:12]
+        self.folder.mkdir(parents=True)
+        self.meta = meta
+        self._keys: dict[Path, list[str]] = {}
+
+    def flush(self) -> None:
+        """Ask every writer to write what it has."""
+        write_atomically(self.folder / FLUSH, str(flush_number(self.folder) + 1))
+
+    def check(self) -> None:
+        """Raise ``RunError`` if a writer gave up."""
+        for path in sorted(self.folder.glob(f"*{ERROR_SUFFIX}")):
+            reason = path.read_text(encoding="utf-8") or "not even the reason could be written, see whether the disk is full"
+            raise RunError(f"the states of the served target could not be written to {self.folder}: {reason}")
+
+    def shards(self) -> list[Path]:
+        return sorted(self.folder.glob("*.safetensors"))
+
+    def arrived(self) -> set[str]:
+        """Keys of all documents that have arrived so far, in shards that were since taken away too."""
+        for path in self.shards():
+            if path not in self._keys:
+                self._keys[path] = json.loads(ShardFile.unlisted(path, self.meta).metadata()["keys"])
+        return set(chain.from_iterable(self._keys.values()))
+
+    def take(self, path: Path) -> Iterator[TargetStates]:
+        """The documents of a shard, without log-normalizer; the file is removed when all have been read."""
+        self.arrived()
+        shard = ShardFile.unlisted(path, self.meta)
+        for document in shard.documents(0):
+            yield _document_states(shard, document, self.meta)
+        path.unlink()
+
+    def remove(self) -> None:
+        """Remove the folder with all that is in it, and that of all sessions if it is empty then."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        with suppress(OSError):
+            self.folder.parent.rmdir()
+
+
+class Adopter:
+    """Moves shards into the store of ``writer``. ``responses``: by key, the documents whose states are wanted."""
+
+    def __init__(self, writer: HiddenStatesWriter, head: TargetHead, responses: Mapping[str, Response]) -> None:
+        self._writer, self._head, self._responses = writer, head, responses
+
+    def adopt_leftovers(self) -> int:
+        """Adopt what earlier sessions left and remove their folders. Returns the number of tokens that came into the store."""
+        tokens = 0
+        for path in sorted((self._writer.folder / FOLDER).glob("*/*.safetensors")):
+            tokens += self.adopt(path)
+        remove_leftovers(self._writer.folder)
+        return tokens
+
+    def adopt(self, path: Path) -> int:
+        """Take one shard file away: into the store if all its documents are wanted, else those that are, else nowhere.
+
+        Returns the number of tokens that came into the store. Raises ``RunError`` if a wanted state is not finite.
+        """
+        meta = self._writer.meta
+        try:
+            shard = ShardFile.unlisted(path, meta)
+            if json.loads(shard.metadata()[META]) != json.loads(json.dumps(dataclasses.asdict(meta))):
+                raise InputError(f"{path} holds states of something else")
+            documents = shard.documents(0)
+            wanted = self._wanted(documents, shard.tensors())
+        except (InputError, KeyError, ValueError):
+            wanted = []  # of another configuration, or broken: captured again
+        if not wanted:
+            path.unlink()
+            return 0
+        _check_finite(shard, wanted)
+        if len(wanted) < len(documents):
+            _keep_only(wanted, shard, meta)
+            shard = ShardFile.unlisted(path, meta)
+            wanted = shard.documents(0)
+        _fill_log_normalizer(path, self._log_normalizer(shard, wanted))
+        tokens = sum(document.length for document in wanted)
+        self._writer.adopt(path, [document.key for document in wanted], tokens)
+        return tokens
+
+    def _wanted(self, documents: Sequence[StoredDocument], tensors: Mapping[str, Tensor]) -> list[StoredDocument]:
+        """Those that are the documents of responses, id for id, and not in the store yet."""
+        known, wanted = self._writer.done_keys(), []
+        for document in documents:
+            response = self._responses.get(document.key)
+            if response is None or document.key in known or document.split != response.split:
+                continue
+            rows = slice(document.start, document.start + document.length)
+            same_ids = torch.equal(tensors["input_ids"][rows], torch.from_numpy(response.input_ids))
+            if same_ids and torch.equal(tensors["loss_mask"][rows], torch.from_numpy(response.loss_mask)):
+                known.add(document.key)
+                wanted.append(document)
+        return wanted
+
+    def _log_normalizer(self, shard: ShardFile, documents: Sequence[StoredDocument]) -> Tensor:
+        """Of the states as stored, where the next token was generated by the target; NaN elsewhere. [T], T all tokens of the shard."""
+        tensors = shard.tensors()
+        needed_T = torch.zeros(len(tensors["input_ids"]), dtype=torch.bool)
+        for document in documents:
+            needed_T[document.start : document.start + document.length - 1] = tensors["loss_mask"][
+                document.start + 1 : document.start + document.length
+            ].bool()
+        normalizer_T = torch.full(needed_T.shape, torch.nan)
+        weight = self._head.lm_head_weight
+        for positions_C in needed_T.nonzero()[:, 0].split(_CHUNK_TOKENS):
+            hidden_CH = tensors["last_hidden"][positions_C]
+            if "last_hidden_scale" in tensors:
+                hidden_CH = dequantize(hidden_CH, tensors["last_hidden_scale"][positions_C])
+            normalizer_T[positions_C] = self._head.log_normalizer(hidden_CH.to(weight.device, weight.dtype)).cpu()
+        return normalizer_T
+
+
+def _document_states(shard: ShardFile, document: StoredDocument, meta: StoreMeta) -> TargetStates:
+    rows = slice(document.start, document.start + document.length)
+    part = {name: shard.tensors()[name][rows] for name in token_layout(meta)}
+    if meta.dtype == "int8":
+        for name in ("taps", "last_hidden"):
+            part[name] = dequantize(part[name], part[f"{name}_scale"])
+    fields = ("input_ids", "loss_mask", "taps", "last_hidden")
+    return TargetStates(**{name: part[name] for name in fields}, log_normalizer=None, key=document.key, split=document.split)
+
+
+def _check_finite(shard: ShardFile, documents: Sequence[StoredDocument]) -> None:
+    for name, tensor in shard.tensors().items():
+        if not tensor.is_floating_point() or name == "log_normalizer" or is_finite(tensor):
+            continue
+        bad = [d.key for d in documents if not is_finite(tensor[d.start : d.start + d.length])]
+        if bad:
+            what = name.removesuffix("_scale")
+            raise RunError(f"the target computed {what} that are not finite for response {bad[0]}: try target.dtype=float32")
+
+
+def _keep_only(documents: Sequence[StoredDocument], shard: ShardFile, meta: StoreMeta) -> None:
+    """Replace a shard file by one that holds only these of its documents, byte for byte."""
+    rows_T = torch.cat([torch.arange(document.start, document.start + document.length) for document in documents])
+    tensors = {name: shard.tensors()[name][rows_T] for name in token_layout(meta)}
+    tensors["offsets"] = torch.tensor([0, *(document.length for document in documents)]).cumsum(0)
+    tensors["loss_counts"] = torch.tensor([document.loss_count for document in documents])
+    lists = {"keys": [document.key for document in documents], "splits": [document.split for document in documents]}
+    metadata = shard.metadata() | {name: json.dumps(entries) for name, entries in lists.items()}
+    write_shard(shard.path, shard.path.with_name(f".{shard.path.name}.partial"), tensors, metadata)
+
+
+def _fill_log_normalizer(path: Path, values_T: Tensor) -> None:
+    """Write the values into the place that the file keeps for them, and flush it to disk.
+
+    A safetensors file is a length (8 bytes, little-endian), a JSON header that says where each tensor's bytes are, and the bytes.
+    """
+    with path.open("r+b") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        begin, end = json.loads(file.read(header_bytes))["log_normalizer"]["data_offsets"]
+        content = values_T.numpy().astype("<f4").tobytes()
+        if end - begin != len(content):
+            raise RunError(f"{path} keeps {end - begin} bytes for log_normalizer instead of {len(content)}")
+        file.seek(8 + header_bytes + begin)
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,337 @@
+"""States of whole documents from a served target.
+
+A service that captures is a vLLM with two options: speculation by ``extract_hidden_states``, which keeps the residual stream of chosen
+layers in the cache, and a KV connector that takes it from there. Ours (``vllm_connector.py``) writes whole shards, which are adopted
+while the service works on; vLLM's own (``engine.connector=stock``) writes a file per request, which is read and deleted.
+
+A document is sent without its last token and asked for one token, because vLLM cannot prefill without generating. So the last token's
+states are never computed: its row is zeros, and no drafter reads it (see ``vllm_connector.py``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from spectrain.config.schema import EngineConfig, TargetConfig
+from spectrain.data.hidden_states import StoreMeta, TargetStates
+from spectrain.data.hidden_states_writer import HiddenStatesWriter
+from spectrain.data.responses import Response
+from spectrain.engines.hf_capture import stored_log_normalizer
+from spectrain.engines.vllm.adopt_states import Adopter, Session, has_leftovers, remove_leftovers
+from spectrain.engines.vllm.check_states_vllm import DOCUMENTS, TOKENS, CheckDocument, SelfCheck
+from spectrain.engines.vllm.requests import Answer, Request, VLLMClient
+from spectrain.errors import RunError
+from spectrain.target.head import TargetHead
+from spectrain.target.model import choose_device
+from spectrain.target.resolve import ResolvedTarget
+from spectrain.target.spec import TargetSpec
+
+OpenVLLM = Callable[[str, Mapping[str, Any]], VLLMClient]  # purpose, extra engine arguments
+PARAMS = "spectrain"  # where the connector looks for the description of a document
+_FLUSH_S, _PATIENCE_S, _POLL_S = 1.0, 60.0, 0.5
+_ATTEMPTS = 3  # to have a document's states
+_HEADROOM_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class CapturePlan:
+    """What is captured. ``num_layers``: of the target; the output of its last layer is captured beside the taps."""
+
+    meta: StoreMeta
+    num_layers: int
+    shard_bytes: int
+    stock: bool = False
+
+    @property
+    def layers(self) -> list[int]:
+        """Residual stream after so many layers, ascending: in this order vLLM keeps the states."""
+        return sorted({*self.meta.tap_ids, self.num_layers})
+
+    def engine_args(self, session: Session) -> dict[str, Any]:
+        """Engine arguments that make a service capture into ``session``."""
+        connector: dict[str, Any] = {"kv_role": "kv_producer"}
+        if self.stock:
+            connector |= {"kv_connector": "ExampleHiddenStatesConnector"}
+            connector["kv_connector_extra_config"] = {"shared_storage_path": str(session.folder)}
+        else:
+            connector |= {"kv_connector": "StatesConnector", "kv_connector_module_path": "spectrain.engines.vllm.connector"}
+            connector["kv_connector_extra_config"] = {
+                "incoming": str(session.folder.resolve()),
+                "meta": dataclasses.asdict(self.meta),
+                "shard_bytes": self.shard_bytes,
+            }
+        speculation = {
+            "method": "extract_hidden_states",
+            "num_speculative_tokens": 1,
+            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": self.layers}},
+        }
+        return {"speculative_config": speculation, "kv_transfer_config": connector}
+
+
+@dataclass(frozen=True)
+class Document:
+    """What is sent through the target. ``generated``: [start, end) of the ids that the target generated."""
+
+    key: str
+    split: str
+    ids: list[int]
+    generated: list[tuple[int, int]]
+
+    @classmethod
+    def of(cls, response: Response) -> Document:
+        edges = np.flatnonzero(np.diff(response.loss_mask.astype(np.int8), prepend=0, append=0)).tolist()
+        return cls(response.key, response.split, response.input_ids.tolist(), list(zip(edges[::2], edges[1::2], strict=True)))
+
+    def request(self) -> Request:
+        described = describe(self.key, self.split, self.generated, last_id=self.ids[-1])
+        return Request(self.key, self.ids[:-1], max_tokens=1, states=described)
+
+
+def describe(key: str, split: str, generated: Sequence[tuple[int, int]], last_id: int | None = None) -> dict[str, Any]:
+    """``Request.states`` of a document: prompt and ``last_id``, or prompt and answer where that is None (one pass)."""
+    return {PARAMS: {"key": key, "split": split, "generated": [list(pair) for pair in generated], "last_id": last_id}}
+
+
+class VLLMCapture:
+    """Captures with services that ``open_vllm`` opens.
+
+    Args:
+        resolved, spec: the target, for the self-check and the log-normalizer.
+    """
+
+    def __init__(
+        self, open_vllm: OpenVLLM, engine: EngineConfig, target: TargetConfig, resolved: ResolvedTarget, spec: TargetSpec
+    ) -> None:
+        self._open_vllm, self._engine, self._target, self._resolved, self._spec = open_vllm, engine, target, resolved, spec
+        self._stock = engine.connector == "stock"
+
+    def adopt_leftovers(self, writer: HiddenStatesWriter, responses: Sequence[Response]) -> int:
+        """Adopt shards that an earlier service left, in one pass with generation or before a kill. Returns their tokens."""
+        if not has_leftovers(writer.folder):
+            remove_leftovers(writer.folder)
+            return 0
+        return Adopter(writer, self._head(), _by_key(responses)).adopt_leftovers()
+
+    def shards(self, writer: HiddenStatesWriter, responses: Sequence[Response], shard_bytes: int, on_tokens: Callable[[int], None]) -> None:
+        """Capture the states of ``responses`` into the store of ``writer``. ``on_tokens`` hears how many went through the target.
+
+        A kill loses what vLLM had not written yet; shards that it had written are leftovers for the next time. Raises ``RunError`` if
+        the self-check fails, a state is not finite, the service dies or states do not arrive.
+        """
+        plan = self.plan(writer.meta, shard_bytes)
+        ordered = sorted(responses, key=lambda response: (-len(response.input_ids), response.key))
+        missing: set[str] = set()
+        with self.running(plan, writer.folder, "capture", map(_name_and_ids, ordered)) as (client, session):
+            if self._stock:
+                for states in self._from_files(client, plan, self._head(), ordered):
+                    writer.add(states)
+                    on_tokens(len(states.input_ids))
+            else:
+                # Without room, shards are adopted when the service is gone.
+                adopter = Adopter(writer, self._head(), _by_key(ordered)) if self._has_room() else None
+                missing = _through_shards(client, session, adopter, ordered, on_tokens)
+        self.adopt_leftovers(writer, ordered)
+        session.remove()
+        if missing:
+            raise RunError(f"the states of {len(missing)} documents did not arrive from vLLM: run the same command again to capture them")
+
+    def documents(self, tap_ids: tuple[int, ...], dtype: str, responses: Sequence[Response], folder: Path) -> Iterator[TargetStates]:
+        """The same without a store: one document at a time, with log-normalizer. ``folder``: where shards may lie meanwhile."""
+        meta = StoreMeta(self._resolved.id, self._resolved.revision, "", "", "", tap_ids, self._spec.hidden_size, dtype)
+        plan = self.plan(meta, 1 << 28)
+        with self.running(plan, folder, "capture", map(_name_and_ids, responses)) as (client, session):
+            if self._stock:
+                yield from self._from_files(client, plan, self._head(), responses)
+                return
+            for _ in answers(client, [Document.of(response).request() for response in responses]):
+                session.check()
+            if await_arrival(session, {response.key for response in responses}):
+                raise RunError(f"not all states arrived in {session.folder}")
+        head = self._head()
+        for path in session.shards():
+            for states in session.take(path):
+                yield _with_normalizer(states, head, meta.dtype)
+        session.remove()
+
+    def plan(self, meta: StoreMeta, shard_bytes: int) -> CapturePlan:
+        return CapturePlan(meta, self._spec.num_layers, shard_bytes, self._stock)
+
+    @contextmanager
+    def running(
+        self, plan: CapturePlan, folder: Path, purpose: str, documents: Iterable[tuple[str, list[int]]]
+    ) -> Iterator[tuple[VLLMClient, Session]]:
+        """A service that captures into ``folder``, checked with the shortest of ``documents``; closed at the end."""
+        check = SelfCheck(self._engine, self._target, self._resolved, plan.meta.tap_ids, plan.meta.dtype)
+        check_with = _check_documents(documents)
+        check.prepare([document.ids for document in check_with])
+        session = Session(folder, plan.meta)
+        client = self._open_vllm(purpose, plan.engine_args(session))
+        try:
+            _check_client(check, client, session, plan, check_with)
+            yield client, session
+        finally:
+            client.close()
+
+    def _head(self) -> TargetHead:
+        """The target's head in float32, on the GPU with the most room if the target runs on one."""
+        device = self._roomiest()
+        return TargetHead.from_checkpoint(self._resolved.folder, torch.float32, device, self._target.trust_remote_code)
+
+    def _has_room(self) -> bool:
+        """Whether the head can lie beside a service, which may have taken the memory of all GPUs."""
+        device = self._roomiest()
+        needed = 2 * 4 * self._spec.vocab_size * self._spec.hidden_size  # embedding and head
+        return device.type == "cpu" or torch.cuda.mem_get_info(device)[0] > needed + _HEADROOM_BYTES
+
+    def _roomiest(self) -> torch.device:
+        device = choose_device(self._target.device)
+        if device.type != "cuda":
+            return device
+        return torch.device("cuda", max(range(torch.cuda.device_count()), key=lambda number: torch.cuda.mem_get_info(number)[0]))
+
+    def _from_files(self, client: VLLMClient, plan: CapturePlan, head: TargetHead, responses: Sequence[Response]) -> Iterator[TargetStates]:
+        documents = {response.key: Document.of(response) for response in responses}
+        for answer in answers(client, [document.request() for document in documents.values()]):
+            yield _with_normalizer(_read_stock(answer, documents[answer.id], plan), head, plan.meta.dtype)
+
+
+def await_arrival(session: Session, keys: set[str]) -> set[str]:
+    """Have everything written and wait for these documents. Returns those that did not come although nothing else did for a minute."""
+    missing, last_s, flushed_s = keys - session.arrived(), time.monotonic(), -_FLUSH_S
+    while missing and time.monotonic() - last_s < _PATIENCE_S:
+        session.check()
+        # Asked for again and again: vLLM hands a document over a step after it has reported the answer.
+        if time.monotonic() - flushed_s >= _FLUSH_S:
+            session.flush()
+            flushed_s = time.monotonic()
+        time.sleep(0.02)
+        still = keys - session.arrived()
+        if len(still) < len(missing):
+            missing, last_s = still, time.monotonic()
+    return missing
+
+
+def answers(client: VLLMClient, requests: Iterable[Request]) -> Iterator[Answer]:
+    """Keep the service supplied and give out its answers as they come."""
+    under_way = 0
+    for request in requests:
+        client.submit(request)
+        under_way += 1
+        while under_way >= client.capacity:
+            found = client.collect(_POLL_S)
+            under_way -= len(found)
+            yield from found
+    while under_way:
+        found = client.collect(_POLL_S)
+        under_way -= len(found)
+        yield from found
+
+
+def _through_shards(
+    client: VLLMClient, session: Session, adopter: Adopter | None, responses: Sequence[Response], on_tokens: Callable[[int], None]
+) -> set[str]:
+    """Send the documents, and adopt shards beside if there is an adopter. Returns the keys of documents that did not arrive.
+
+    A server that dies takes with it what it had answered and not written yet: what does not arrive is sent again.
+    """
+    lengths = {response.key: len(response.input_ids) for response in responses}
+    with ThreadPoolExecutor(1, thread_name_prefix="adopt") as pool:
+        adopted: dict[Path, Future[int]] = {}
+
+        def adopt_new() -> None:
+            session.check()
+            session.arrived()  # notes the keys before the files are gone
+            for path in session.shards():
+                if adopter is not None and path not in adopted:
+                    adopted[path] = pool.submit(adopter.adopt, path)
+            for future in adopted.values():
+                if future.done():
+                    future.result()
+
+        looked_s, missing, counted = time.monotonic(), set(lengths), set[str]()
+        for _ in range(_ATTEMPTS):
+            again = (Document.of(response).request() for response in responses if response.key in missing)
+            for answer in answers(client, again):
+                if answer.id not in counted:
+                    counted.add(answer.id)
+                    on_tokens(lengths[answer.id])
+                if time.monotonic() - looked_s > _POLL_S:
+                    adopt_new()
+                    looked_s = time.monotonic()
+            missing = await_arrival(session, missing)
+            if not missing:
+                break
+        adopt_new()
+        for future in adopted.values():
+            future.result()
+    return missing
+
+
+def _check_documents(documents: Iterable[tuple[str, list[int]]]) -> list[Document]:
+    """The shortest few of ``(name, ids)``, cut, to check a service with."""
+    shortest = sorted((pair for pair in documents if len(pair[1]) > 1), key=lambda pair: (len(pair[1]), pair[0]))[:DOCUMENTS]
+    return [Document(f"{name} (self-check)", "train", ids[:TOKENS], []) for name, ids in shortest]
+
+
+def _check_client(check: SelfCheck, client: VLLMClient, session: Session, plan: CapturePlan, documents: Sequence[Document]) -> None:
+    """Send the documents that ``check`` was prepared with, and compare what comes back. Nothing of it stays."""
+    if check.method == "off":
+        return
+    found = {answer.id: answer for answer in answers(client, [document.request() for document in documents])}
+    if plan.stock:
+        states = [_read_stock(found[document.key], document, plan) for document in documents]
+    else:
+        if await_arrival(session, {document.key for document in documents}):
+            raise RunError(f"the states of the self-check did not arrive in {session.folder} within {_PATIENCE_S:.0f} s")
+        by_key = {document.key: document for path in session.shards() for document in session.take(path)}
+        states = [by_key[document.key] for document in documents]
+    check.compare([CheckDocument(document, found[document.key].ids[0]) for document in states])
+
+
+def _by_key(responses: Iterable[Response]) -> dict[str, Response]:
+    return {response.key: response for response in responses}
+
+
+def _name_and_ids(response: Response) -> tuple[str, list[int]]:
+    return response.key, response.input_ids.tolist()
+
+
+def _read_stock(answer: Answer, document: Document, plan: CapturePlan) -> TargetStates:
+    """The states of one request from the file of vLLM's own connector, which is deleted."""
+    if answer.states_path is None:
+        raise RunError(f"vLLM names no file with the states of {document.key}: its hidden-states connector is not at work")
+    path = Path(answer.states_path)
+    lock = path.with_name(f"{path.name}.lock")
+    with lock.open() as file:
+        fcntl.flock(file, fcntl.LOCK_SH)  # sleeps until the writer is done
+        found = load_file(path)
+    path.unlink()
+    lock.unlink()
+    if found["token_ids"].tolist() != document.ids[:-1]:
+        raise RunError(f"{path} holds the states of other tokens than those of {document.key}")
+    states_SIH = found["hidden_states"]
+    states_SIH = torch.cat([states_SIH, torch.zeros_like(states_SIH[:1])])  # the last token never ran
+    mask_S = torch.zeros(len(document.ids), dtype=torch.uint8)
+    for start, end in document.generated:
+        mask_S[start:end] = 1
+    ids_S = torch.tensor(document.ids, dtype=torch.int32)
+    taps, last = states_SIH[:, : len(plan.meta.tap_ids)], states_SIH[:, -1]
+    return TargetStates(ids_S, mask_S, taps, last, None, document.key, document.split)
+
+
+def _with_normalizer(states: TargetStates, head: TargetHead, dtype: str) -> TargetStates:
+    needed_S = states.loss_mask.bool().roll(-1)
+    needed_S[-1] = False  # a document's last token has no next one
+    return dataclasses.replace(states, log_normalizer=stored_log_normalizer(head, states.last_hidden, needed_S, dtype))

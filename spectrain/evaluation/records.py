@@ -1,0 +1,294 @@
+"""The evaluation record: one measurement, with everything another person needs to judge or repeat it.
+
+One JSON file per (suite, engine, method, number of speculative tokens, temperature). Units are in the field names; a figure that was not
+measured is ``null``, never zero. Acceptance comes from ``metrics.py``, so a record, the trainer's evaluation and a server's counters are
+the same quantities.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+import types
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from spectrain.config.schema import DRAFT_POLICIES
+from spectrain.decoding.acceptance import AcceptanceStats, Round, acceptance, bootstrap_ratio_interval
+from spectrain.errors import InputError, RunError
+from spectrain.evaluation.reliability import ConfidenceStats
+from spectrain.files import write_atomically
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class PromptResult:
+    """What one method did with one prompt.
+
+    key: identifies the prompt, so that methods are compared prompt by prompt. rounds: of the speculative loop. output_ids: the generated
+    ids. seconds: wall-clock time of the answer. batch: conversations decoded together share their time, so they carry the same number here
+    and ``seconds`` is each one's share; ``None`` means that the prompt was decoded alone.
+    """
+
+    key: str
+    rounds: Sequence[Round]
+    output_ids: Sequence[int]
+    seconds: float
+    batch: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conditions:
+    """What was measured, on what, and how: known before the first prompt.
+
+    drafter: folder or Hub id, ``None`` for methods without one. num_speculative_tokens: the most drafts of a round, 0 without speculation.
+    top_p = 1 and top_k = 0 are off. concurrency: conversations decoded together. draft_policy: which drafts of a round are verified
+    (fixed: all, threshold, scheduler), draft_threshold: the threshold of that policy.
+    """
+
+    target: str
+    target_revision: str
+    drafter: str | None
+    method: str
+    engine: str
+    engine_version: str
+    suite: str
+    num_speculative_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    proposal_policy: str
+    concurrency: int
+    thinking: bool = False
+    max_new_tokens: int | None = None
+    draft_policy: str = "fixed"
+    draft_threshold: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationRecord(Conditions):
+    """``Conditions`` and the figures measured under them.
+
+    acceptance_length counts the bonus token; rounds, drafted_tokens and accepted_tokens are of complete rounds (``cut_rounds`` were ended
+    by the length limit and are left out). acceptance_per_position is unconditional, as vLLM reports it. Intervals are 95 % bootstrap
+    intervals over prompts. speedup: the baseline's seconds for as many tokens, over this method's. output_identical: the ids equal the
+    baseline's, prompt by prompt; ``None`` above temperature 0. walk_*: what simulation predicted for the same prompts. confidence: whether a
+    drafter's confidence was right, measured where all drafts are verified.
+    """
+
+    num_prompts: int
+    rounds: int
+    cut_rounds: int
+    drafted_tokens: int
+    accepted_tokens: int
+    acceptance_length: float | None
+    acceptance_length_interval: Interval | None
+    acceptance_rate: float | None
+    acceptance_per_position: tuple[float | None, ...]
+    conditional_acceptance_per_position: tuple[float | None, ...]
+    output_tokens: int
+    output_tokens_per_s: float
+    baseline_tokens_per_s: float | None = None
+    speedup: float | None = None
+    speedup_interval: Interval | None = None
+    draft_s_per_round: float | None = None
+    verify_s_per_round: float | None = None
+    peak_memory_bytes: int | None = None
+    output_identical: bool | None = None
+    simulated_acceptance_length: float | None = None
+    simulated_acceptance_length_interval: Interval | None = None
+    simulated_rounds: int | None = None
+    confidence: ConfidenceStats | None = None
+    schema_version: int = field(default=1)
+
+    @property
+    def is_drafter(self) -> bool:
+        """True for a trained drafter, False for the baselines, which need none."""
+        return self.drafter is not None
+
+    def file_name(self) -> str:
+        """Distinct for each (suite, engine, method, number of speculative tokens, temperature, draft policy, threshold, concurrency)."""
+        parts = [self.suite, self.engine, self.method, f"n{self.num_speculative_tokens}", f"t{self.temperature:g}"]
+        threshold = "" if self.draft_threshold is None else f"{self.draft_threshold:g}"
+        parts += [self.draft_policy + threshold] if self.draft_policy != "fixed" else []
+        parts += [f"c{self.concurrency}"] if self.concurrency > 1 else []
+        return re.sub(r"[^A-Za-z0-9._-]+", "_", "-".join(parts)) + ".json"
+
+    def write(self, folder: str | Path) -> Path:
+        """Writes ``file_name()`` in ``folder``, in one move, and returns its path."""
+        path = Path(folder) / self.file_name()
+        write_atomically(path, json.dumps(dataclasses.asdict(self), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+        return path
+
+
+def build_record(
+    conditions: Conditions,
+    results: Sequence[PromptResult],
+    baseline: Sequence[PromptResult] | None = None,
+    simulate: AcceptanceStats | None = None,
+    *,
+    draft_s_per_round: float | None = None,
+    verify_s_per_round: float | None = None,
+    peak_memory_bytes: int | None = None,
+    confidence: ConfidenceStats | None = None,
+) -> EvaluationRecord:
+    """The record of ``results``, one per prompt.
+
+    baseline: the same prompts answered without speculation; leave it out for that measurement itself. simulate: the simulation's figures for these
+    prompts. draft_s_per_round, verify_s_per_round: of a batch's round, as the loop times them.
+
+    Raises RunError if there is no result, if no time was measured, or if ``baseline`` answers other prompts.
+    """
+    if not results:
+        raise RunError(f"Suite {conditions.suite} gave no result for method {conditions.method}: nothing can be recorded.")
+    if baseline is not None:
+        baseline = _same_prompts(conditions, results, baseline)
+    stats = acceptance([result.rounds for result in results], num_positions=conditions.num_speculative_tokens)
+    speedup, speedup_interval = (None, None) if baseline is None else _speedup(results, baseline)
+    known: dict[str, Any] = {f.name: getattr(conditions, f.name) for f in dataclasses.fields(Conditions)}
+    return EvaluationRecord(
+        **known,
+        num_prompts=len(results),
+        rounds=stats.rounds,
+        cut_rounds=stats.cut_rounds,
+        drafted_tokens=stats.drafted_tokens,
+        accepted_tokens=stats.accepted_tokens,
+        acceptance_length=_measured(stats.acceptance_length),
+        acceptance_length_interval=stats.interval,
+        acceptance_rate=_measured(stats.acceptance_rate),
+        acceptance_per_position=tuple(_measured(share) for share in stats.acceptance_per_position),
+        conditional_acceptance_per_position=tuple(_measured(share) for share in stats.conditional_acceptance_per_position),
+        output_tokens=_tokens(results),
+        output_tokens_per_s=_tokens_per_s(conditions, results),
+        baseline_tokens_per_s=None if baseline is None else _tokens_per_s(conditions, baseline),
+        speedup=speedup,
+        speedup_interval=speedup_interval,
+        draft_s_per_round=draft_s_per_round,
+        verify_s_per_round=verify_s_per_round,
+        peak_memory_bytes=peak_memory_bytes,
+        output_identical=_identical(conditions, results, baseline),
+        simulated_acceptance_length=None if simulate is None else _measured(simulate.acceptance_length),
+        simulated_acceptance_length_interval=None if simulate is None else simulate.interval,
+        simulated_rounds=None if simulate is None else simulate.rounds,
+        confidence=confidence,
+    )
+
+
+def _same_prompts(conditions: Conditions, results: Sequence[PromptResult], baseline: Sequence[PromptResult]) -> list[PromptResult]:
+    """The baseline in the order of ``results``."""
+    by_key = {result.key: result for result in baseline}
+    if len(by_key) != len(results) or any(result.key not in by_key for result in results):
+        raise RunError(f"Suite {conditions.suite}: method {conditions.method} and its baseline answered different prompts, so no speed-up.")
+    return [by_key[result.key] for result in results]
+
+
+def _speedup(results: Sequence[PromptResult], baseline: Sequence[PromptResult]) -> tuple[float | None, Interval | None]:
+    """Ratio of seconds with its paired bootstrap interval; the unit drawn is what was timed together, a prompt or a batch.
+
+    Where answers differ in length (sampling), the baseline's seconds are scaled to the method's tokens, prompt by prompt.
+    """
+    baseline_s: dict[object, float] = {}
+    method_s: dict[object, float] = {}
+    for ours, theirs in zip(results, baseline, strict=True):
+        if len(theirs.output_ids) == 0:  # nothing to scale from
+            continue
+        unit = ("alone", ours.key) if ours.batch is None else ("batch", ours.batch)
+        baseline_s[unit] = baseline_s.get(unit, 0.0) + theirs.seconds * len(ours.output_ids) / len(theirs.output_ids)
+        method_s[unit] = method_s.get(unit, 0.0) + ours.seconds
+    total_s = sum(method_s.values())
+    if total_s <= 0:
+        return None, None
+    return sum(baseline_s.values()) / total_s, bootstrap_ratio_interval(list(baseline_s.values()), list(method_s.values()))
+
+
+def _identical(conditions: Conditions, results: Sequence[PromptResult], baseline: Sequence[PromptResult] | None) -> bool | None:
+    if baseline is None or conditions.temperature > 0:
+        return None
+    return all(list(ours.output_ids) == list(theirs.output_ids) for ours, theirs in zip(results, baseline, strict=True))
+
+
+def _tokens(results: Sequence[PromptResult]) -> int:
+    return sum(len(result.output_ids) for result in results)
+
+
+def _tokens_per_s(conditions: Conditions, results: Sequence[PromptResult]) -> float:
+    seconds = sum(result.seconds for result in results)
+    if seconds <= 0:
+        raise RunError(f"Suite {conditions.suite}, method {conditions.method}: no time was measured, so no throughput can be recorded.")
+    return _tokens(results) / seconds
+
+
+def _measured(value: float) -> float | None:
+    """NaN (nothing was counted) has no place in JSON."""
+    return None if math.isnan(value) else value
+
+
+def read_record(path: str | Path) -> EvaluationRecord:
+    """The record in a file. Raises InputError that names the file and what is wrong with it."""
+    path = Path(path)
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"There is no evaluation record {path}: run `spectrain eval` first.") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise InputError(f"{path} is not a readable evaluation record ({error}): delete it and run `spectrain eval` again.") from None
+    if not isinstance(values, dict):
+        raise InputError(f"{path} is not an evaluation record: it holds no JSON object.")
+    hints = typing.get_type_hints(EvaluationRecord)
+    required = {f.name for f in dataclasses.fields(EvaluationRecord) if f.default is dataclasses.MISSING}
+    problems = [f"unknown field {name}" for name in values if name not in hints]
+    problems += [f"missing field {name}" for name in sorted(required - values.keys())]
+    problems += [f"field {name} has a wrong type" for name, value in values.items() if name in hints and not _fits(value, hints[name])]
+    if problems:
+        raise InputError(f"{path} is not an evaluation record of this version ({problems[0]}): run `spectrain eval` again.")
+    fields = {name: _frozen(value) for name, value in values.items()}
+    if fields.get("confidence") is not None:
+        fields["confidence"] = ConfidenceStats(**fields["confidence"])
+    return EvaluationRecord(**fields)
+
+
+def read_records(folder: str | Path) -> list[EvaluationRecord]:
+    """All records of a folder: without speculation first, then n-gram, then drafters; by suite and number of drafts within each."""
+    records = [read_record(path) for path in sorted(Path(folder).glob("*.json"))]
+    order = {"none": 0, "ngram": 1}
+    policies = {name: place for place, name in enumerate(DRAFT_POLICIES)}
+    return sorted(
+        records,
+        key=lambda r: (
+            *(r.suite, r.temperature, order.get(r.method, 2), r.method, r.num_speculative_tokens),
+            *(r.concurrency, policies.get(r.draft_policy, len(policies))),
+        ),
+    )
+
+
+def _frozen(value: Any) -> Any:
+    """Lists, at any depth, as tuples."""
+    if isinstance(value, dict):
+        return {name: _frozen(entry) for name, entry in value.items()}
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a JSON value fits a field's type: the few shapes that records use."""
+    if isinstance(hint, types.UnionType):
+        return any(_fits(value, option) for option in typing.get_args(hint))
+    if typing.get_origin(hint) is tuple:
+        items = typing.get_args(hint)
+        if not isinstance(value, list):
+            return False
+        items = items[:1] * len(value) if items[-1] is Ellipsis else items
+        return len(items) == len(value) and all(_fits(item, kind) for item, kind in zip(value, items, strict=True))
+    if dataclasses.is_dataclass(hint):
+        fields = typing.get_type_hints(hint)
+        return isinstance(value, dict) and value.keys() == fields.keys() and all(_fits(value[name], fields[name]) for name in fields)
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, hint)

@@ -1,0 +1,186 @@
+"""``spectrain eval parity``: does vLLM, given the drafter's folder, draft and accept exactly what our own loop does?
+
+The suite's prompts (their first turns) are decoded greedily by vLLM, which is then stopped, and by our loop; ``evaluation/parity.py``
+compares every round. What it found goes into the manifest, bound to the digest of the drafter's files, so that a drafter that was changed
+afterwards counts as unchecked. vLLM runs on this machine, whatever engine is configured: no server tells which ids it drafted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from spectrain.console import ProgressBar, say, stdout
+from spectrain.decoding.acceptance import AcceptanceStats
+from spectrain.decoding.loop import speculative_generate
+from spectrain.decoding.sampling import GREEDY
+from spectrain.drafters.base import Drafter
+from spectrain.drafters.drafter_folder import load_drafter
+from spectrain.drafters.serving_config import drafter_digest, read_serving_config
+from spectrain.engines.vllm.args import check_own_args, vllm_version
+from spectrain.engines.vllm.open_vllm import open_vllm
+from spectrain.engines.vllm.requests import Request
+from spectrain.engines.vllm.rounds import answer_all, placed_rounds
+from spectrain.errors import RunError
+from spectrain.evaluation.diagnosis import explain
+from spectrain.evaluation.parity import Difference, ParityReport, Played, compare
+from spectrain.evaluation.report.labels import share_text
+from spectrain.files import digest_strings
+from spectrain.stages.answer_suite import answer_limit, max_new_tokens, suite_prompts
+from spectrain.stages.context import Context
+from spectrain.stages.run_dir import Decision, Inputs, RunDir
+from spectrain.target.cpu_kernels import speed_up
+from spectrain.target.head import TargetHead
+
+_LISTED = 20  # near-ties written down
+_RECORD = "parity"
+
+
+def parity_record(run_dir: RunDir, folder: Path) -> dict[str, Any] | None:
+    """What the gate found for exactly the drafter in ``folder``, the latest passed check first; None if it was never checked."""
+    digest = drafter_digest(folder)
+    entries = [name for name in run_dir.manifest()["stages"] if name.startswith("eval/")]
+    records = [record for name in entries if (record := run_dir.outputs(name).get(_RECORD)) and record["drafter"] == digest]
+    return max(records, key=lambda record: record["passed"], default=None)
+
+
+def parity(context: Context) -> None:
+    """Check unless that was done with the same drafter and passed. Raises RunError, with the first difference and hints, if it fails."""
+    check_own_args(context.config.engine.args, measures=True)
+    decision = _decide(context)
+    if decision.skip:
+        say(str(decision))
+        return
+    with context.run_dir.running(decision) as outputs:
+        theirs = _served(context)
+        drafter = _drafter(context)
+        num_drafts = context.config.decoding.num_speculative_tokens
+        report = compare(context.model, drafter, _own(context, drafter, theirs), theirs, num_drafts)
+        report = replace(report, hints=explain(context.model, drafter, report, theirs, num_drafts))
+        outputs[_RECORD] = _record(context, report)
+    stdout.print(parity_table(report))
+    if not report.passed:
+        raise RunError("parity: " + " ".join([report.reason() + ";", *(f"likely cause: {hint};" for hint in report.hints)]).rstrip(";"))
+
+
+def _decide(context: Context) -> Decision:
+    config = context.config
+    fixed = {
+        **context.target_inputs(),
+        "drafter": drafter_digest(context.measured_drafter),
+        "prompts of the suite": digest_strings([conversation.prompt_digest() for conversation in suite_prompts(context)]),
+        "suite.max_new_tokens": max_new_tokens(context),
+        "decoding.num_speculative_tokens": config.decoding.num_speculative_tokens,
+        "vllm": vllm_version(),
+        "engine": digest_strings(asdict(config.engine)),
+    }
+    name = f"eval/{_RECORD}-n{config.decoding.num_speculative_tokens}"
+    decision = context.run_dir.decide(name, Inputs(fixed, {}), whole=True)
+    if decision.skip and not (context.run_dir.outputs(name).get(_RECORD) or {}).get("passed"):
+        return replace(decision, action="start", reason="")  # it failed: whoever asks again has changed something
+    return decision
+
+
+# --- both sides --------------------------------------------------------------------------------------------------------------------
+
+
+def _served(context: Context) -> list[Played]:
+    """What vLLM plays. It is stopped before the target is loaded here: a device may not have room for both."""
+    config = context.config
+    prompts = [(conversation, context.template.first_prompt_ids(conversation)) for conversation in suite_prompts(context)]
+    requests = [
+        Request(str(number), ids, answer_limit(context, conversation, ids), stop_ids=context.eos_ids)
+        for number, (conversation, ids) in enumerate(prompts)
+    ]
+    speculation = read_serving_config(str(context.measured_drafter)).speculative_config(config.decoding.num_speculative_tokens)
+    engine = replace(config.engine, name="vllm")
+    extra = {"speculative_config": speculation}
+    client = open_vllm(engine, config.target, context.target.folder, context.logs, _RECORD, extra, record_rounds=True)
+    try:
+        with ProgressBar("parity vLLM", total=sum(request.max_tokens for request in requests), unit="tokens") as bar:
+            answers = answer_all(client, requests, lambda answer: bar.advance(len(answer.ids)))
+    finally:
+        client.close()
+    return [
+        Played(request.prompt_ids, answer.ids, placed_rounds(len(request.prompt_ids), answer))
+        for request, answer in zip(requests, answers, strict=True)
+    ]
+
+
+def _drafter(context: Context) -> Drafter:
+    """The drafter as vLLM computes it: in 16 bits, where the target is."""
+    drafter = load_drafter(context.measured_drafter, context.spec.default_taps())
+    drafter.attach(TargetHead.from_checkpoint(context.target.folder, device=context.model.device)).to(context.model.device)
+    if context.model.dtype in (torch.bfloat16, torch.float16):
+        drafter.to(context.model.dtype)
+    speed_up(drafter)
+    return drafter
+
+
+def _own(context: Context, drafter: Drafter, theirs: list[Played]) -> list[Played]:
+    """What our loop plays on the same prompts."""
+    prompts = [played.prompt for played in theirs]
+    limits = [answer_limit(context, conversation, prompt) for conversation, prompt in zip(suite_prompts(context), prompts, strict=True)]
+    with ProgressBar("parity loop", total=sum(limits), unit="tokens") as bar:
+        generation = speculative_generate(
+            context.model,
+            drafter,
+            prompts,
+            limits,
+            context.config.decoding.num_speculative_tokens,
+            GREEDY,
+            context.eos_ids,
+            batch_size=max(context.config.suite.concurrency, context.config.engine.batch_size),
+            on_tokens=bar.advance,
+        )
+    return [Played(prompt, result.ids, result.rounds) for prompt, result in zip(prompts, generation.results, strict=True)]
+
+
+# --- what is said of it ------------------------------------------------------------------------------------------------------------
+
+
+def _record(context: Context, report: ParityReport) -> dict[str, Any]:
+    return {
+        "drafter": drafter_digest(context.measured_drafter),
+        "passed": report.passed,
+        "vllm": vllm_version(),
+        "num_speculative_tokens": context.config.decoding.num_speculative_tokens,
+        "rounds": report.rounds,
+        "equal": report.equal,
+        "near_ties": len(report.ties),
+        "different": len(report.different),
+        "acceptance_per_position": {"loop": report.ours.acceptance_per_position, "vllm": report.theirs.acceptance_per_position},
+        "listed_near_ties": [_difference(tie) for tie in report.ties[:_LISTED]],
+        "first_difference": _difference(report.different[0]) if report.different else None,
+        "hints": list(report.hints),
+    }
+
+
+def _difference(difference: Difference) -> dict[str, Any]:
+    finite = difference.gap != float("inf")  # JSON has no infinity
+    return {**asdict(difference), "gap": difference.gap if finite else None}
+
+
+def parity_table(report: ParityReport) -> RenderableType:
+    """Counts of rounds, then the acceptance of both sides, then near-ties."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("", "rounds", "acceptance length", "by position"):
+        table.add_column(column, justify="left" if not column else "right")
+    for name, stats in (("our loop", report.ours), ("vLLM", report.theirs)):
+        table.add_row(name, *_figures(stats))
+    verdict = Text("parity: ", style="bold")
+    verdict.append("equal" if report.passed else "NOT equal", style="bold green" if report.passed else "bold red")
+    verdict.append(f"; of {report.rounds} rounds {report.equal} are equal, {len(report.ties)} near-ties, {len(report.different)} different")
+    lines = [Text(f"near-tie at {tie}", style="dim") for tie in report.ties[:_LISTED]]
+    return Group(table, verdict, *lines)
+
+
+def _figures(stats: AcceptanceStats) -> tuple[str, ...]:
+    return f"{stats.rounds:,}", f"{stats.acceptance_length:.3f}", " ".join(share_text(share) for share in stats.acceptance_per_position)

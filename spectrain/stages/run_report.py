@@ -1,0 +1,170 @@
+"""What ``report.html`` says about a run: gathers figures, curves, examples and facts for ``evaluation/report.py``."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import groupby
+from typing import Any
+
+from spectrain.data.prompts import Conversation
+from spectrain.decoding.loop import GenerationResult
+from spectrain.decoding.scheduler import StepCost
+from spectrain.drafters.drafter_folder import WEIGHTS, weights_digest
+from spectrain.drafters.foreign_checkpoints import BLOCK_TAPS, EAGLE3_TAPS, standard_config
+from spectrain.drafters.serving_config import read_serving_config
+from spectrain.evaluation.records import EvaluationRecord, PromptResult
+from spectrain.evaluation.report.html import ExampleText, Fact, ReportInputs, ServeCommand, write_report
+from spectrain.stages.context import Context, config_yaml
+from spectrain.stages.fit import read_metrics
+from spectrain.stages.run_dir import versions
+from spectrain.target.model import choose_device
+
+_EXAMPLES = 4
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One conversation as a method answered it: (prompt ids, result) of each turn, and the figures of all turns together."""
+
+    conversation: Conversation
+    turns: list[tuple[list[int], GenerationResult]]
+    result: PromptResult
+
+
+def write_run_report(context: Context, records: Sequence[EvaluationRecord], answers: Sequence[Answer]) -> None:
+    """Write the page of the run directory. ``answers``: of the drafter measured last, for examples."""
+    config = context.config
+    folder = context.measured_drafter
+    own = folder == context.run_dir.drafter
+    # The headline is the drafter measured last.
+    newest = [record for record in records if record.num_speculative_tokens == config.decoding.num_speculative_tokens and record.is_drafter]
+    # Of several policies and batches the first one that this evaluation measured.
+    first = config.draft_policies[0], config.batch_sizes[0]
+    newest.sort(key=lambda record: (record.suite != config.suite.name, (record.draft_policy, record.concurrency) != first))
+    ordered = [record for record in records if not record.is_drafter] + newest + [r for r in records if r.is_drafter and r not in newest]
+    write_report(
+        context.run_dir.report,
+        ReportInputs(
+            title=config.run.name if config.run.name != "default" else context.run_dir.path.name,
+            target=config.target.name,
+            created=datetime.now().astimezone().isoformat(sep=" ", timespec="minutes"),
+            records=ordered,
+            step_costs=_step_costs(context),
+            training=read_metrics(context.run_dir.metrics) if own else (),
+            examples=[_example(context, answer) for answer in answers[:_EXAMPLES]],
+            drafter_facts=_drafter_facts(context),
+            data_facts=_data_facts(context),
+            serve_commands=_serve_commands(context),
+            config_yaml=config_yaml(config),
+            versions=versions(),
+            hardware=_hardware(context),
+        ),
+    )
+
+
+def _example(context: Context, answer: Answer) -> ExampleText:
+    """The first turn, cut into what was drafted and what the target wrote itself."""
+    prompt_ids, result = answer.turns[0]
+    pieces = answer_pieces(context.tokenizer, len(prompt_ids), result)
+    rounds = [round_ for round_ in result.rounds if not round_.cut]
+    length = 1 + sum(round_.accepted for round_ in rounds) / len(rounds) if rounds else None
+    return ExampleText(answer.conversation.turns[0], pieces, title=answer.conversation.id, acceptance_length=length)
+
+
+def answer_pieces(tokenizer: Any, prompt_length: int, result: GenerationResult) -> list[tuple[str, bool]]:
+    """(text, accepted draft?) of each token, in order. Tokens that together make a character appear as one piece with the last of them."""
+    drafted = set[int]()
+    for round_ in result.rounds:
+        drafted |= set(range(round_.anchor + 1, round_.anchor + 1 + round_.accepted))
+    pieces: list[tuple[str, bool]] = []
+    shown = ""
+    for index in range(len(result.ids)):
+        whole = tokenizer.decode(result.ids[: index + 1], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        if whole.endswith("\ufffd") and index + 1 < len(result.ids):
+            continue
+        pieces.append((whole[len(shown) :], prompt_length + index in drafted))
+        shown = whole
+    return pieces
+
+
+def _drafter_facts(context: Context) -> list[Fact]:
+    folder = context.measured_drafter
+    file = folder / "config.json"
+    written = standard_config(json.loads(file.read_text(encoding="utf-8")), str(file))
+    facts = [
+        ("folder", str(folder)),
+        ("method", written["speculators_model_type"]),
+        ("taps", ", ".join(map(str, written.get(EAGLE3_TAPS) or written.get(BLOCK_TAPS) or ()))),
+        ("draft vocabulary", f"{written.get('draft_vocab_size', 0):,}"),
+        (
+            "weights",
+            f"{(folder / WEIGHTS).stat().st_size / 1e6:,.1f} MB, sha256 {weights_digest(folder)[:16]}",
+        ),
+    ]
+    trained = written.get("spectrain") or {}
+    if "coverage" in trained:
+        facts.append(("coverage", f"{trained['coverage']:.2%} of held-out generated tokens are in the draft vocabulary"))
+    if "step" in trained:
+        facts.append(("chosen at step", f"{trained['step']:,}"))
+    return facts
+
+
+def _data_facts(context: Context) -> list[Fact]:
+    generated, captured = context.data_dir.outputs("generate"), context.data_dir.outputs("capture")
+    facts: list[Fact] = [("target", f"{context.target.id} at {context.target.revision[:16]}")]
+    if context.prompts_or_none is not None:
+        facts.append(("prompts", f"{len(context.prompts.train):,} training, {len(context.prompts.heldout):,} held out, disjoint"))
+    if generated:
+        facts.append(
+            ("responses", f"{generated['generated_tokens']:,} generated tokens, {generated['cut_off']:,} answers cut off at the limit")
+        )
+    if captured:
+        facts.append(("states", f"{captured['tokens']:,} tokens, {captured['bytes'] / 1e6:,.0f} MB"))
+    return facts
+
+
+def _step_costs(context: Context) -> list[tuple[str, list[tuple[int, float]]]]:
+    """The scheduler's measured costs: of each file, tokens in the target's pass and steps a second, with all rows drafting."""
+    found = []
+    for path in sorted(context.run_dir.step_costs.glob("*.json")):
+        written = json.loads(path.read_text(encoding="utf-8"))
+        rows = written["concurrency"]
+        cost = StepCost(tuple(map(tuple, written["verify"])), tuple(map(tuple, written["draft"])))
+        found.append((f"{rows} at a time", [(tokens, cost.steps_per_s(rows, tokens)) for tokens, _ in cost.verify if tokens >= rows]))
+    return found
+
+
+def _serve_commands(context: Context) -> list[ServeCommand]:
+    folder = str(context.measured_drafter.resolve())
+    speculation = read_serving_config(folder).speculative_config(context.config.decoding.num_speculative_tokens)
+    target, settings = shlex.quote(context.target_for_vllm), shlex.quote(json.dumps(speculation))
+    return [
+        ServeCommand("vLLM, with the number of drafts that evaluation recommends", f"spectrain serve drafter.path={shlex.quote(folder)}"),
+        ServeCommand("vLLM by itself", f"vllm serve {target} --speculative-config {settings}"),
+        ServeCommand("vLLM, target and settings taken from the drafter's folder", f"vllm serve {shlex.quote(folder)}"),
+    ]
+
+
+def _hardware(context: Context) -> dict[str, str]:
+    import torch
+
+    facts = {"machine": f"{platform.system()} {platform.machine()}", "cores": str(os.cpu_count()), "threads": str(torch.get_num_threads())}
+    device = choose_device(context.config.target.device)  # the target may be loaded elsewhere alone
+    if device.type == "cuda":
+        return facts | {"device": torch.cuda.get_device_name(device)}
+    return facts | {"device": _cpu_name(), "dtype": context.dtype_name}
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+        return next((name for name, _ in groupby(names)), platform.processor())
+    except OSError:
+        return platform.processor() or "unknown"

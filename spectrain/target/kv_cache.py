@@ -1,0 +1,303 @@
+"""The target's cache during speculative decoding: tokens go in tentatively, and those that fail verification go out again.
+
+Two kinds, one interface (``open_cache`` picks):
+
+* ``SlotCache`` for targets whose layers all attend. Slot s of the key/value buffers always holds position s, and each row of the batch has
+  its own length, so rows may accept different counts without padding or shifting. Taking tokens out lowers a length and copies nothing:
+  stale slots lie beyond what the mask shows and are overwritten by the next tokens at those positions.
+* ``SnapshotCache`` for hybrid targets (linear attention, Mamba, convolutions). A recurrent state cannot be cropped, and cropping only the
+  keys and values beside it would leave a state that has seen rejected tokens. The state before a verification is kept; if some drafts
+  fail, it is restored and the accepted tokens run again. Rows run one by one, since padding would enter a recurrent state.
+
+Legend: B batch, T new tokens, C slots shown to attention, N heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+
+from spectrain.errors import ConfigError, InputError
+from spectrain.target.cpu_kernels import CPU_SDPA, RaggedRows, ragged_rows, takes_ragged_rows
+from spectrain.target.model import TargetModel, TargetOutput
+
+CAPACITY_STEP = 64  # buffers hold a multiple of so many slots
+
+
+class TargetCache(Protocol):
+    """Running a batch of texts through the target, a few tokens at a time."""
+
+    def forward(self, ids_BT: Tensor, lengths_B: Sequence[int], taps: Sequence[int]) -> TargetOutput:
+        """Run the next tokens of every row; row b has ``lengths_B[b]``, the rest is padding whose outputs mean nothing.
+
+        All tokens enter tentatively: ``keep`` must follow before the next ``forward``.
+        """
+        ...
+
+    def keep(self, counts_B: Sequence[int]) -> None:
+        """Of the tokens of the last ``forward``, the first ``counts_B[b]`` of row b stay."""
+        ...
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep these rows of the batch, in this order."""
+        ...
+
+    def extend(self, other: Self) -> None:
+        """Append the rows of another cache of the same target, which is not to be used any more."""
+        ...
+
+
+def open_cache(target: TargetModel, batch_size: int) -> TargetCache:
+    """An empty cache. ``ConfigError``/``InputError`` for an attention implementation or a layer type that cannot be decoded with."""
+    return SnapshotCache(target, batch_size) if target.spec.hybrid else SlotCache(target, batch_size)
+
+
+class SlotCache(Cache):
+    """Key/value cache with slot = position and a length per row. Sliding-window layers keep all slots too; their mask forgets."""
+
+    def __init__(self, target: TargetModel, batch_size: int) -> None:
+        self._write = SlotWrite(torch.zeros(batch_size, 0, dtype=torch.long), shared_start=0, visible=0)
+        super().__init__(layer_class_to_replicate=lambda: SlotLayer(self))
+        self._target, self._masks = target, AttentionMasks(target)
+        self._lengths = [0] * batch_size
+
+    @property
+    def batch_size(self) -> int:
+        return len(self._lengths)
+
+    @property
+    def write(self) -> SlotWrite:
+        """Where the tokens of the forward pass under way go."""
+        return self._write
+
+    def forward(self, ids_BT: Tensor, lengths_B: Sequence[int], taps: Sequence[int]) -> TargetOutput:
+        # Padding is written too: beyond its row's length, where nothing looks before real tokens have overwritten it.
+        width, device = ids_BT.shape[1], self._target.device
+        start_B1 = torch.tensor(self._lengths, device=device)[:, None]
+        positions_BT = start_B1 + torch.arange(width, device=device)
+        shared_start = self._lengths[0] if len(set(self._lengths)) == 1 else None
+        self._write = SlotWrite(positions_BT, shared_start, visible=max(self._lengths) + width)
+        mask: Any = self._masks.build(positions_BT, self._write.visible)
+        if len(set(lengths_B)) > 1 and takes_ragged_rows(self._target.model):
+            return self._forward_ragged(ids_BT, positions_BT, lengths_B, mask, taps)
+        return self._target.run(ids_BT, positions_BT, attention_mask=mask, past_key_values=self, tap_ids=taps)
+
+    def _forward_ragged(
+        self, ids_BT: Tensor, positions_BT: Tensor, lengths_B: Sequence[int], mask: Any, taps: Sequence[int]
+    ) -> TargetOutput:
+        """The real tokens alone, as one row; what comes out is laid back into the rectangle, zeros elsewhere."""
+        batch, width = ids_BT.shape
+        real_BT = torch.arange(width, device=ids_BT.device) < torch.tensor(lengths_B, device=ids_BT.device)[:, None]
+        rows = RaggedRows(batch, width, real_BT.flatten().nonzero()[:, 0])
+        self._write = replace(self._write, places=rows.places_R, shared_start=None)
+        with ragged_rows(rows):
+            output = self._target.run(
+                rows.gather(ids_BT), rows.gather(positions_BT), attention_mask=mask, past_key_values=self, tap_ids=taps
+            )
+        taps_BTAH = None if output.taps_BSAH is None else rows.spread(output.taps_BSAH)
+        return TargetOutput(rows.spread(output.last_hidden_BSH), taps_BTAH, self)
+
+    def keep(self, counts_B: Sequence[int]) -> None:
+        self._lengths = [length + count for length, count in zip(self._lengths, counts_B, strict=True)]
+
+    def select(self, rows: Sequence[int]) -> None:
+        self._lengths = [self._lengths[row] for row in rows]
+        for layer in self.layers:
+            layer.batch_select_indices(torch.tensor(rows, device=layer.keys.device))
+
+    def extend(self, other: SlotCache) -> None:
+        self._lengths += other._lengths
+        for mine, theirs in zip(self.layers, other.layers, strict=True):
+            mine.keys, mine.values = _stacked(mine.keys, theirs.keys), _stacked(mine.values, theirs.values)
+
+
+@dataclass(frozen=True)
+class SlotWrite:
+    """One forward pass's place in the buffers: the slots of its tokens [B, T], their common first slot if all rows stand at the same
+    length, and how many slots attention is shown. ``places``: only these of the B·T tokens are there, as one row."""
+
+    slots: Tensor
+    shared_start: int | None
+    visible: int
+    places: Tensor | None = None
+
+
+class SlotLayer(CacheLayerMixin):
+    """The buffers of one layer, made at its first use with that layer's own head count and dimension."""
+
+    is_sliding = False
+
+    def __init__(self, owner: SlotCache) -> None:
+        super().__init__()
+        self._owner = owner
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        batch = self._owner.batch_size
+        self.keys, self.values = (new.new_zeros(batch, new.shape[1], 0, new.shape[3]) for new in (key_states, value_states))
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write the new keys and values [B, N, T, D] and return those of all visible slots [B, N, C, D]."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        write = self._owner.write
+        self.keys = _written(self.keys, key_states, write)
+        self.values = _written(self.values, value_states, write)
+        return self.keys[:, :, : write.visible], self.values[:, :, : write.visible]
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.keys, self.values = self.keys.index_select(0, indices), self.values.index_select(0, indices)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._owner.write.visible, 0
+
+    def get_seq_length(self) -> int:
+        return self._owner.write.visible - self._owner.write.slots.shape[1]
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+def _written(buffer_BNCD: Tensor, new_BNTD: Tensor, write: SlotWrite) -> Tensor:
+    """The buffer with the new entries in their slots; a larger one if they do not fit (at least doubled: growth costs O(1) a token)."""
+    batch, heads, capacity, dim = buffer_BNCD.shape
+    if write.visible > capacity:
+        larger = -(-max(write.visible, 2 * capacity) // CAPACITY_STEP) * CAPACITY_STEP
+        grown_BNCD = new_BNTD.new_zeros(batch, heads, larger, dim)  # zeros: a masked NaN would still spoil the softmax's product
+        grown_BNCD[:, :, :capacity] = buffer_BNCD
+        buffer_BNCD = grown_BNCD
+    if write.shared_start is not None:
+        buffer_BNCD[:, :, write.shared_start : write.shared_start + new_BNTD.shape[2]] = new_BNTD
+    elif write.places is not None:
+        rows_R, slots_R = write.places // write.slots.shape[1], write.slots.flatten()[write.places]
+        buffer_BNCD[rows_R, :, slots_R] = new_BNTD[0].transpose(0, 1)
+    else:
+        rows_B1 = torch.arange(batch, device=buffer_BNCD.device)[:, None]
+        buffer_BNCD[rows_B1, :, write.slots] = new_BNTD.transpose(1, 2)
+    return buffer_BNCD
+
+
+def _stacked(first_BNCD: Tensor, second_BNCD: Tensor) -> Tensor:
+    """Rows of both, with the larger of their capacities."""
+    batch, heads, capacity, dim = first_BNCD.shape
+    both_BNCD = first_BNCD.new_zeros(batch + second_BNCD.shape[0], heads, max(capacity, second_BNCD.shape[2]), dim)
+    both_BNCD[:batch, :, :capacity] = first_BNCD
+    both_BNCD[batch:, :, : second_BNCD.shape[2]] = second_BNCD
+    return both_BNCD
+
+
+class AttentionMasks:
+    """4-D masks that show each token the slots up to its own position, and no more than its layer's window.
+
+    Built here because transformers derives masks from one common length, while rows stand at different lengths. A target whose layers all
+    look alike gets one tensor; one with several kinds gets a dictionary by layer type, as its ``generate`` would make it.
+    """
+
+    def __init__(self, target: TargetModel) -> None:
+        config = target.model.config.get_text_config(decoder=True)
+        self._additive = _needs_additive_mask(config._attn_implementation)
+        self._dtype = target.dtype
+        window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
+        uniform = "sliding_attention" if window is not None else "chunked_attention" if chunk is not None else "full_attention"
+        self._kinds = sorted(set(getattr(config, "layer_types", None) or [uniform]))
+        self._reach = {"full_attention": None, "sliding_attention": window, "chunked_attention": chunk}
+        unknown = [kind for kind in self._kinds if kind not in self._reach]
+        if unknown:
+            raise InputError(f"target of model type {config.model_type!r}: the mask of its layers of type {unknown[0]} is not known")
+
+    def build(self, positions_BT: Tensor, visible: int) -> Tensor | dict[str, Tensor]:
+        slots_C = torch.arange(visible, device=positions_BT.device)
+        masks = {kind: self._mask(kind, positions_BT[:, None, :, None], slots_C) for kind in self._kinds}
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    def _mask(self, kind: str, positions_B1T1: Tensor, slots_C: Tensor) -> Tensor:
+        mask_B1TC = slots_C <= positions_B1T1
+        reach = self._reach[kind]
+        if kind == "sliding_attention" and reach is not None:
+            mask_B1TC &= slots_C > positions_B1T1 - reach
+        if kind == "chunked_attention" and reach is not None:
+            mask_B1TC &= slots_C // reach == positions_B1T1 // reach
+        if not self._additive:
+            return mask_B1TC
+        zeros_B1TC = torch.zeros(mask_B1TC.shape, dtype=self._dtype, device=mask_B1TC.device)
+        return zeros_B1TC.masked_fill_(~mask_B1TC, torch.finfo(self._dtype).min)
+
+
+def _needs_additive_mask(attn_implementation: str) -> bool:
+    if attn_implementation not in ("eager", "sdpa", CPU_SDPA):
+        raise ConfigError(
+            f"target.attn_implementation={attn_implementation} takes no 4-D mask, which rows of different lengths need: use sdpa or eager"
+        )
+    return attn_implementation == "eager"
+
+
+class SnapshotCache:
+    """One transformers cache per row, put back as it was and run again where drafts failed."""
+
+    def __init__(self, target: TargetModel, batch_size: int) -> None:
+        self._target = target
+        self._rows = [_SnapshotRow(target) for _ in range(batch_size)]
+
+    def forward(self, ids_BT: Tensor, lengths_B: Sequence[int], taps: Sequence[int]) -> TargetOutput:
+        width = ids_BT.shape[1]
+        outputs = [row.forward(ids_BT[b : b + 1, :length], taps) for b, (row, length) in enumerate(zip(self._rows, lengths_B, strict=True))]
+        hidden_BTH = torch.cat([_padded(output.last_hidden_BSH, width) for output in outputs])
+        taps_BTAH = torch.cat([_padded(output.taps_BSAH, width) for output in outputs if output.taps_BSAH is not None]) if taps else None
+        return TargetOutput(hidden_BTH, taps_BTAH, self)
+
+    def keep(self, counts_B: Sequence[int]) -> None:
+        for row, count in zip(self._rows, counts_B, strict=True):
+            row.keep(count)
+
+    def select(self, rows: Sequence[int]) -> None:
+        self._rows = [self._rows[row] for row in rows]
+
+    def extend(self, other: SnapshotCache) -> None:
+        self._rows += other._rows
+
+
+class _SnapshotRow:
+    def __init__(self, target: TargetModel) -> None:
+        self._target = target
+        self._cache = DynamicCache(config=target.model.config.get_text_config(decoder=True))
+        self._length = 0
+        self._ids_1T = torch.empty(1, 0, dtype=torch.long)
+        self._layers_before: list[Any] = []
+
+    def forward(self, ids_1T: Tensor, taps: Sequence[int]) -> TargetOutput:
+        self._ids_1T = ids_1T
+        # The first forward is the prompt, and a single token is always kept: neither can be taken back.
+        self._layers_before = [_snapshot(layer) for layer in self._cache.layers] if self._length and ids_1T.shape[1] > 1 else []
+        return self._run(ids_1T, taps)
+
+    def keep(self, count: int) -> None:
+        if count < self._ids_1T.shape[1]:
+            self._cache.layers = self._layers_before
+            self._run(self._ids_1T[:, :count], ())
+        self._length += count
+        self._layers_before = []
+
+    def _run(self, ids_1T: Tensor, taps: Sequence[int]) -> TargetOutput:
+        positions_1T = torch.arange(self._length, self._length + ids_1T.shape[1], device=ids_1T.device)[None]
+        return self._target.run(ids_1T, positions_1T, past_key_values=self._cache, tap_ids=taps)
+
+
+def _snapshot(layer: Any) -> Any:
+    """The layer's state at this moment. Recurrent states (tensors in dictionaries) change in place and are copied; keys and values are
+    replaced by longer ones at every step, so a reference to the present ones is enough."""
+    copied = copy.copy(layer)
+    for name, value in vars(layer).items():
+        if isinstance(value, dict):
+            setattr(copied, name, {key: entry.clone() if isinstance(entry, Tensor) else entry for key, entry in value.items()})
+    return copied
+
+
+def _padded(tensor_1T: Tensor, width: int) -> Tensor:
+    missing = width - tensor_1T.shape[1]
+    return torch.cat([tensor_1T, tensor_1T.new_zeros(1, missing, *tensor_1T.shape[2:])], dim=1) if missing else tensor_1T

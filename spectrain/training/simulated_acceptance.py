@@ -1,0 +1,117 @@
+"""Evaluation during training: the server's acceptance length, by simulation, on held-out documents."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from spectrain.config.schema import DecodingConfig
+from spectrain.data.hidden_states import StoredHiddenStates
+from spectrain.data.packing import PackedBatch, pack_batch
+from spectrain.decoding.acceptance import AcceptanceStats, Round, acceptance
+from spectrain.decoding.confidence import ConfidenceSamples
+from spectrain.decoding.confidence_samples import joined, simulated_samples
+from spectrain.decoding.sampling import SamplingParams
+from spectrain.decoding.simulate import Span, expected_acceptance, supervised_spans, simulate, expected_acceptance_by_length
+from spectrain.drafters.base import Advance, Drafter, DraftScores
+
+
+@dataclass(frozen=True)
+class SimulatedAcceptance:
+    """``stats`` for the configured number of draft tokens; ``length_by_n[n - 1]`` is the acceptance length with n, in expectation.
+
+    ``confidence``: what a confidence head said in the rounds of the simulation and what became of it; None without such a head.
+    """
+
+    stats: AcceptanceStats
+    length_by_n: list[float]
+    rounds: list[list[Round]]  # per document
+    confidence: ConfidenceSamples | None = None
+
+
+def serving_sampling(config: DecodingConfig) -> tuple[SamplingParams, SamplingParams]:
+    """(the target's sampling distribution, the distribution drafts are made by)."""
+    sampling = SamplingParams(config.temperature, config.top_p, config.top_k)
+    return sampling, sampling if config.proposal_policy == "sample" and not sampling.greedy else SamplingParams()
+
+
+def simulate_heldout(
+    drafter: Drafter,
+    store: StoredHiddenStates,
+    documents: Sequence[int],
+    config: DecodingConfig,
+    eos_ids: Sequence[int],
+    packed_length: int,
+    most_tokens: int | None = None,
+    advance: Advance = lambda documents: None,
+) -> SimulatedAcceptance:
+    """Simulation ``documents`` of the store with ``config.num_speculative_tokens`` drafts a round, and all lengths up to ``most_tokens``.
+
+    A drafter whose drafts depend on how many are asked for (``length_matters``) is scored once for every length, as it would be served;
+    where ``most_tokens`` is not given, only for the configured one, and ``length_by_n`` is empty.
+    Scores come from one teacher-forced pass a document; random choices at temperature > 0 are drawn from (seed, document), so the figure
+    does not depend on batching. ``advance`` is told about every document, in parts where it is scored more than once.
+    """
+    n = config.num_speculative_tokens
+    most = max(n, most_tokens or n)
+    sampling, draft_sampling = serving_sampling(config)
+    device = next(drafter.parameters()).device
+    shown = n if drafter.length_matters else most  # the length whose scores the rounds come from
+    lengths = range(1, most + 1) if drafter.length_matters and most_tokens is not None else (shown,)
+    spans: dict[int, list[Span]] = {length: [] for length in lengths}
+    rounds: list[list[Round]] = []
+    confidence: list[ConfidenceSamples] = []
+    for group in _groups(documents, store, packed_length):
+        batch = pack_batch([store[d] for d in group])
+        placed = batch.to(device)
+        for length in set(lengths) - {shown}:
+            other = document_spans(batch, drafter.score(placed, length, sampling, draft_sampling), eos_ids)
+            spans[length] += [span for own in other for span in own]
+            advance(len(group) / len(lengths))
+        scores = drafter.score(placed, shown, sampling, draft_sampling)
+        advance(len(group) / len(lengths))
+        for number, own in zip(group, document_spans(batch, scores, eos_ids), strict=True):
+            rng = None if sampling.greedy or draft_sampling.greedy else np.random.default_rng((config.seed, number))
+            rounds.append([r for span in own for r in simulate(span, n, rng)])
+            spans[shown] += own
+        if scores.confidence_RK is not None:
+            said = document_spans(batch, DraftScores(scores.anchor_R, scores.confidence_RK), eos_ids)
+            for number, own, heard in zip(group, document_spans(batch, scores, eos_ids), said, strict=True):
+                # A stream of its own: the figures of the simulation do not depend on whether there is a confidence head.
+                rng = np.random.default_rng((config.seed, number, 1))
+                confidence += [simulated_samples(span, words.accept, n, rng) for span, words in zip(own, heard, strict=True)]
+    if drafter.length_matters:
+        by_n = [expected_acceptance(spans[length], length).acceptance_length for length in lengths if most_tokens is not None]
+    else:
+        by_n = [expectation.acceptance_length for expectation in expected_acceptance_by_length(spans[shown], most)]
+    return SimulatedAcceptance(acceptance(rounds, n), by_n, rounds, joined(confidence))
+
+
+def document_spans(batch: PackedBatch, scores: DraftScores, eos_ids: Sequence[int]) -> list[list[Span]]:
+    """Cut the scores of a packed batch into the answers of each document."""
+    accept_TK = torch.zeros(batch.num_tokens, scores.accept_RK.shape[1])
+    accept_TK[scores.anchor_R.cpu()] = scores.accept_RK.float().cpu()
+    result, offset = [], 0
+    for length in batch.lengths():
+        part = slice(offset, offset + length)
+        ids, mask, accept = batch.input_ids_T[part].numpy(), batch.loss_mask_T[part].numpy(), accept_TK[part].numpy()
+        result.append([Span(start, accept[start:end], int(ids[end - 1]) in eos_ids) for start, end in supervised_spans(mask)])
+        offset += length
+    return result
+
+
+def _groups(documents: Sequence[int], store: StoredHiddenStates, packed_length: int) -> list[list[int]]:
+    """Consecutive documents of at most ``packed_length`` together (a longer one alone)."""
+    groups: list[list[int]] = []
+    room = 0
+    for number in documents:
+        length = int(store.lengths[number])
+        if not groups or length > room:
+            groups.append([])
+            room = packed_length
+        groups[-1].append(number)
+        room -= length
+    return groups

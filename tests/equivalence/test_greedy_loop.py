@@ -1,0 +1,178 @@
+"""Speculation at temperature 0 changes nothing but the number of passes, and the simulation knows their number beforehand."""
+
+import pytest
+import torch
+from decoders import BigramProposer, PrefixProposer, float64_target, full_forward, prefix_hash
+from tiny import VOCAB_SIZE
+
+from spectrain.decoding.acceptance import Round
+from spectrain.decoding.loop import speculative_generate
+from spectrain.decoding.proposers import NGramProposer
+from spectrain.decoding.sampling import GREEDY, SamplingParams
+from spectrain.decoding.simulate import Span, simulate
+
+FAMILIES = [
+    ("llama", {}),
+    ("qwen3", {}),
+    ("gemma3", {"sliding_window": 8}),
+    ("gemma4", {}),
+    ("qwen3_5", {}),
+]
+MAX_NEW_TOKENS, N = 28, 4  # 1 + 5·5 + 2: a perfect drafter's last round is cut
+PROMPTS = [[5, 17, 80, 3], [200, 9], [44] * 11 + [7], [30, 31, 32, 30, 31, 32, 30], [260]]
+
+
+@pytest.fixture(scope="module", params=FAMILIES, ids=[family for family, _ in FAMILIES])
+def setting(request, tmp_path_factory):
+    """A target, the answers of transformers' own generate (each prompt alone, its own cache), and an end token that some contain."""
+    family, overrides = request.param
+    target = float64_target(family, tmp_path_factory.mktemp(family), **overrides)
+    answers = [generated(target, prompt) for prompt in PROMPTS]
+    return target, answers, answers[0][6]
+
+
+def generated(target, prompt):
+    ids = torch.tensor([prompt])
+    settings = {"max_new_tokens": MAX_NEW_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    return target.model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0, len(prompt) :].tolist()
+
+
+def ended(answer, eos):
+    return answer[: answer.index(eos) + 1] if eos in answer else answer
+
+
+def oracle(answers, error_every=10**9, short=False):
+    """Drafts the target's own continuation, each token wrong with chance 1 / error_every; what it drafts depends on the prefix alone."""
+    texts = [prompt + answer + [0] * 16 for prompt, answer in zip(PROMPTS, answers, strict=True)]
+
+    def draft(prefix, n):
+        text = next(text for text in texts if text[: len(prefix)] == prefix)
+        true = text[len(prefix) : len(prefix) + n]
+        drafts = [(token + (prefix_hash(prefix, j) % error_every == 0)) % VOCAB_SIZE for j, token in enumerate(true)]
+        return drafts[: prefix_hash(prefix, 99) % (n + 1)] if short else drafts
+
+    return draft
+
+
+def proposer_named(name, answers):
+    return {
+        "none": lambda: None,
+        "ngram": lambda: NGramProposer(3, 1),
+        "noise": lambda: PrefixProposer(lambda prefix, n: [prefix_hash(prefix, j) % VOCAB_SIZE for j in range(n)]),
+        "oracle": lambda: PrefixProposer(oracle(answers, 4), taps=(1, 2)),
+        "perfect": lambda: PrefixProposer(oracle(answers)),
+        "short": lambda: PrefixProposer(oracle(answers, 5, short=True)),
+    }[name]()
+
+
+RUNS = [("none", 1), ("none", None), ("ngram", 1), ("ngram", None), ("noise", None), ("oracle", 1), ("oracle", 2), ("oracle", None)]
+
+
+@pytest.mark.parametrize(("name", "batch_size"), [*RUNS, ("perfect", None), ("short", 3)])
+def test_output_is_plain_greedy_output(setting, name, batch_size):
+    target, answers, eos = setting
+    expected = [ended(answer, eos) for answer in answers]
+    assert {answer[-1] == eos for answer in expected} == {True, False}  # both ways to finish occur
+    proposer = proposer_named(name, answers)
+    reported = []
+    generation = speculative_generate(
+        target, proposer, PROMPTS, MAX_NEW_TOKENS, N, GREEDY, (eos,), batch_size=batch_size, on_tokens=reported.append
+    )
+    assert [result.ids for result in generation.results] == expected
+    assert [result.finish_reason for result in generation.results] == ["stop" if answer[-1] == eos else "length" for answer in expected]
+    assert sum(reported) == sum(len(answer) for answer in expected)
+    for prompt, result in zip(PROMPTS, generation.results, strict=True):
+        check_bookkeeping(prompt, result)
+    if name == "perfect":
+        assert all(r.accepted == N for result in generation.results for r in result.rounds[:-1])
+
+
+def check_bookkeeping(prompt, result):
+    """Rounds tile the answer: each starts where the one before ended, and accepted + 1 tokens lie between."""
+    position = len(prompt)  # the first token comes from the prompt's own pass
+    for r in result.rounds:
+        assert r.anchor == position
+        assert 0 <= r.accepted <= r.drafted
+        position += r.accepted + 1
+    last = len(prompt) + len(result.ids) - 1
+    assert last <= position <= last + 1
+
+
+@pytest.mark.parametrize("name", ["noise", "oracle", "perfect"])
+def test_accepted_counts_are_the_simulation_round_by_round(setting, name):
+    target, answers, eos = setting
+    proposer = proposer_named(name, answers)
+    generation = speculative_generate(target, proposer, PROMPTS, MAX_NEW_TOKENS, N, GREEDY, (eos,))
+    cuts = 0
+    for prompt, result in zip(PROMPTS, generation.results, strict=True):
+        text, start = prompt + result.ids, len(prompt)
+        accept = torch.zeros(len(result.ids), N, dtype=torch.bool)
+        for i in range(len(result.ids)):
+            for j, token in enumerate(proposer.draft(text[: start + i + 1], N)):
+                accept[i, j] = start + i + 1 + j < len(text) and text[start + i + 1 + j] == token
+        assert simulate(Span(start, accept.numpy(), result.finish_reason == "stop"), N) == result.rounds
+        cuts += sum(r.cut for r in result.rounds)
+    if name == "perfect":
+        assert cuts > 0  # otherwise the rule for cut rounds went untested
+
+
+def test_the_proposer_sees_the_taps_of_the_text(setting):
+    """Everything observed, prefill and rounds together, is one pass over the answer without any cache."""
+    target, answers, eos = setting
+    proposer = proposer_named("oracle", answers)
+    results = speculative_generate(target, proposer, PROMPTS, MAX_NEW_TOKENS, N, GREEDY, (eos,)).results
+    observed = {tuple(ids[: len(prompt)]): (ids, taps) for prompt in PROMPTS for ids, taps in proposer.seen if ids[: len(prompt)] == prompt}
+    assert len(observed) == len(PROMPTS)
+    for prompt, result in zip(PROMPTS, results, strict=True):
+        ids, taps = observed[tuple(prompt)]
+        text = prompt + result.ids
+        assert len(ids) >= len(text) - N - 2  # all but the last anchor and what the last round added
+        assert ids == text[: len(ids)]
+        tolerance = 1e-4 if target.spec.hybrid else 1e-10  # recurrent layers keep float32 inside
+        torch.testing.assert_close(torch.cat(taps), full_forward(target, ids, (1, 2))[1], rtol=tolerance, atol=tolerance)
+
+
+def test_drawn_drafts_do_not_change_greedy_output(setting):
+    target, answers, eos = setting
+    proposer = BigramProposer(torch.randn(target.spec.vocab_size, target.spec.vocab_size, generator=torch.Generator().manual_seed(0)))
+    results = speculative_generate(target, proposer, PROMPTS, MAX_NEW_TOKENS, N, GREEDY, (eos,), draft_sampling=SamplingParams(1.0)).results
+    assert [result.ids for result in results] == [ended(answer, eos) for answer in answers]
+
+
+def test_limits_per_prompt_and_one_token_answers(setting):
+    target, answers, _ = setting
+    limits = [1, 2, 7, 3, 20]
+    results = speculative_generate(target, proposer_named("oracle", answers), PROMPTS, limits, N, GREEDY).results
+    assert [result.ids for result in results] == [answer[:limit] for answer, limit in zip(answers, limits, strict=True)]
+    assert results[0].rounds == []
+    assert {result.finish_reason for result in results} == {"length"}
+
+
+def test_first_token_may_end_the_answer(setting):
+    target, answers, _ = setting
+    first = answers[1][0]
+    result = speculative_generate(target, NGramProposer(), [PROMPTS[1]], 9, N, GREEDY, (first,)).results[0]
+    assert (result.ids, result.rounds, result.finish_reason) == ([first], [], "stop")
+
+
+def test_rounds_at_the_end_of_a_text(setting):
+    """A perfect drafter against limit and end token, counted by hand."""
+    target, answers, _ = setting
+    prompt, answer, perfect = PROMPTS[0], answers[0], proposer_named("perfect", answers)
+    start = len(prompt)
+    rounds = {limit: speculative_generate(target, perfect, [prompt], limit, 3, GREEDY).results[0].rounds for limit in (4, 5, 6)}
+    assert rounds[4] == [Round(start, 3, 3)]  # all three were accepted and are text; the bonus is not
+    assert rounds[5] == [Round(start, 3, 3)]
+    assert rounds[6] == [Round(start, 3, 3), Round(start + 4, 3, 1, cut=True)]
+    position = next(i for i in range(1, MAX_NEW_TOKENS) if answer[i] not in answer[:i])
+    assert position <= 8
+    stopped = speculative_generate(target, perfect, [prompt], 99, 8, GREEDY, (answer[position],)).results[0]
+    assert stopped.ids == answer[: position + 1]
+    assert stopped.rounds == [Round(start, 8, position)]  # an end token completes its round, it does not cut it
+
+
+def test_no_prompts_is_no_work(setting):
+    target = setting[0]
+    assert speculative_generate(target, NGramProposer(), [], 5, N, GREEDY).results == []
+    with pytest.raises(ValueError, match="at least one token"):
+        speculative_generate(target, None, [[]], 5, N, GREEDY)

@@ -1,0 +1,183 @@
+"""Checkpoints: weights and optimiser state come back bit for bit, a kill leaves the one before, another model's are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from drafter_tools import Options, packed, random_documents, random_drafter, tensors_of
+
+from spectrain import files
+from spectrain.config.schema import TrainerConfig
+from spectrain.drafters.autoregressive.eagle3_drafter import Eagle3
+from spectrain.errors import InputError
+from spectrain.training.checkpointing import load_checkpoint, save_checkpoint
+from spectrain.training.optim import build_optimizers
+
+OPTIONS = Options(reduced=True)
+
+
+class Training:
+    """A drafter with optimisers, and steps that need nothing else."""
+
+    def __init__(self, optimizer: str = "adamw", options: Options = OPTIONS, seed: int = 0) -> None:
+        self.drafter: Eagle3 = random_drafter(options, seed=seed, dtype=torch.float32)
+        self.optimizers = build_optimizers(self.drafter, TrainerConfig(optimizer=optimizer, weight_decay=0.01))
+        documents = random_documents(options)
+        self.batch = packed(documents)
+        self.batch.taps_TAH, self.batch.last_hidden_TH = self.batch.taps_TAH.float(), self.batch.last_hidden_TH.float()
+
+    def step(self, number: int = 1) -> None:
+        for _ in range(number):
+            self.drafter.train_losses(self.batch).loss.backward()
+            for optimizer in self.optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def save(self, folder: Path, step: int, keep: int = 2, **state: Any) -> Path:
+        return save_checkpoint(folder, self.drafter, self.optimizers, {"step": step, **state}, keep)
+
+    def load(self, folder: Path) -> dict[str, Any] | None:
+        return load_checkpoint(folder, self.drafter, self.optimizers)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: p.detach().clone() for name, p in tensors_of(self.drafter).items()}
+
+    def moments(self) -> dict[tuple[int, str, str], torch.Tensor]:
+        names = {id(p): name for name, p in tensors_of(self.drafter).items()}
+        return {
+            (number, names[id(p)], key): value.clone()
+            for number, optimizer in enumerate(self.optimizers)
+            for p, state in optimizer.state.items()
+            for key, value in state.items()
+        }
+
+
+def assert_same_bits(one: dict[Any, torch.Tensor], two: dict[Any, torch.Tensor]) -> None:
+    assert set(one) == set(two) and one
+    for name in one:
+        assert one[name].dtype == two[name].dtype and torch.equal(one[name], two[name]), name
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_restored_training_goes_on_with_the_same_bits(tmp_path: Path, optimizer: str) -> None:
+    whole, killed, resumed = Training(optimizer), Training(optimizer), Training(optimizer, seed=7)
+    killed.step(3)
+    killed.save(tmp_path, 3, best={"step": 2, "acceptance_length": 1.5})
+    assert resumed.load(tmp_path) == {"step": 3, "best": {"step": 2, "acceptance_length": 1.5}}
+    assert_same_bits(resumed.weights(), killed.weights())
+    assert_same_bits(resumed.moments(), killed.moments())
+    resumed.step(2)
+    whole.step(5)
+    assert_same_bits(resumed.weights(), whole.weights())
+    assert_same_bits(resumed.moments(), whole.moments())
+
+
+def test_a_frozen_head_is_kept_too(tmp_path: Path) -> None:
+    """It has no moments, but its weights belong to the drafter."""
+    trainings = [Training(seed=seed) for seed in (0, 7)]
+    for training in trainings:
+        tensors_of(training.drafter)["lm_head.weight"].requires_grad_(False)
+        training.optimizers = build_optimizers(training.drafter, TrainerConfig())
+    head = trainings[0].weights()["lm_head.weight"]
+    trainings[0].step()
+    trainings[0].save(tmp_path, 1)
+    trainings[1].load(tmp_path)
+    for training in trainings:
+        training.step()
+        assert torch.equal(training.weights()["lm_head.weight"], head)
+    assert_same_bits(trainings[0].weights(), trainings[1].weights())
+    assert not any("lm_head" in name for _, name, _ in trainings[1].moments())
+
+
+def test_without_a_checkpoint_nothing_happens(tmp_path: Path) -> None:
+    training = Training()
+    before = training.weights()
+    assert training.load(tmp_path / "none") is None
+    assert_same_bits(training.weights(), before)
+
+
+def test_only_the_newest_are_kept_and_the_newest_is_loaded(tmp_path: Path) -> None:
+    training = Training()
+    for step in (5, 9, 100):
+        training.step()
+        training.save(tmp_path, step)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000009", "step-00000100"]
+    state = Training().load(tmp_path)
+    assert state is not None and state["step"] == 100
+
+
+def test_only_safetensors_and_json_are_written(tmp_path: Path) -> None:
+    training = Training("muon")
+    training.step()
+    assert {path.suffix for path in training.save(tmp_path, 1).iterdir()} == {".safetensors", ".json"}
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL."""
+
+
+@pytest.mark.parametrize("call", [0, 1, 2])
+def test_a_kill_while_writing_leaves_the_checkpoint_before(tmp_path: Path, call: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed at the first flush, at a later one, or at the rename: step 1 is what is found."""
+    training = Training()
+    training.step()
+    training.save(tmp_path, 1)
+    good = training.weights()
+    training.step()
+    left = [call]
+
+    def die(*_: Any) -> None:
+        if left[0] == 0 or call == 2:
+            raise Killed
+        left[0] -= 1
+
+    monkeypatch.setattr(files.os, "replace" if call == 2 else "fsync", die)
+    with pytest.raises(Killed):
+        training.save(tmp_path, 2)
+    monkeypatch.undo()
+    other = Training(seed=3)
+    state = other.load(tmp_path)
+    assert state is not None and state["step"] == 1
+    assert_same_bits(other.weights(), good)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]  # leftovers are gone
+
+
+def test_a_kill_while_a_checkpoint_of_the_same_step_is_rewritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training()
+    training.step()
+    training.save(tmp_path, 1)
+    moved: list[Any] = []
+
+    def replace(source: Path, target: Path) -> None:
+        if moved:
+            raise Killed
+        moved.append(Path(source).rename(target))
+
+    monkeypatch.setattr(files.os, "replace", replace)
+    with pytest.raises(Killed):
+        training.save(tmp_path, 1)
+    monkeypatch.undo()
+    state = Training(seed=3).load(tmp_path)
+    assert state is not None and state["step"] == 1
+
+
+def test_another_drafters_state_is_refused(tmp_path: Path) -> None:
+    training = Training()
+    training.step()
+    training.save(tmp_path, 1)
+    for options in (Options(), Options(reduced=True, taps=(1,)), Options(reduced=True, num_layers=2)):
+        with pytest.raises(InputError, match="another drafter") as error:
+            Training(options=options).load(tmp_path)
+        assert str(tmp_path) in str(error.value)
+
+
+@pytest.mark.parametrize(("written", "read"), [("muon", "adamw"), ("adamw", "muon")])
+def test_another_optimisers_state_is_refused(tmp_path: Path, written: str, read: str) -> None:
+    training = Training(written)
+    training.step()
+    training.save(tmp_path, 1)
+    with pytest.raises(InputError, match="another optimiser"):
+        Training(read).load(tmp_path)

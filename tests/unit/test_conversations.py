@@ -1,0 +1,122 @@
+"""Conversations under way, without a model: ids, masks, limits, seeds."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tiny import tiny_tokenizer
+
+from spectrain.data.chat import ChatTemplate
+from spectrain.data.prompts import Conversation
+from spectrain.data.responses import Sampling
+from spectrain.engines.conversations import Dialogue, Turns
+from spectrain.errors import InputError
+
+END = tiny_tokenizer().convert_tokens_to_ids("<|im_end|>")
+OTHER_END = 300
+
+
+def sampling(limit: int = 5, seed: int = 7) -> Sampling:
+    return Sampling(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=limit, seed=seed)
+
+
+def turns(max_length: int = 200, limit: int = 5) -> Turns[Dialogue]:
+    return Turns(Dialogue, ChatTemplate(tiny_tokenizer(), [END]), [END, OTHER_END], sampling(limit), max_length)
+
+
+def conversation(*texts: str, **fields: object) -> Conversation:
+    return Conversation(id="c", turns=texts, **fields)  # type: ignore[arg-type]
+
+
+def answer(course: Turns[Dialogue], dialogue: Dialogue, *tokens: int) -> None:
+    course.begin(dialogue)
+    for token in tokens:
+        assert not dialogue.finish_reason
+        dialogue.commit(token, course.end_ids)
+
+
+def test_two_turns_are_the_rendered_prompts_around_the_generated_ids() -> None:
+    course = turns()
+    (dialogue,) = course.prepare([(conversation("one", "two"), "train")], ["k"])
+    first_prompt = list(dialogue.ids)
+    answer(course, dialogue, 10, 11, END)
+    assert not course.is_last(dialogue)
+    assert course.advance(dialogue)
+    assert course.is_last(dialogue)
+    answer(course, dialogue, 12, 13, 14, 15, 16)
+    assert not course.advance(dialogue)
+    assert dialogue.ids[: len(first_prompt) + 3] == [*first_prompt, 10, 11, END]
+    text = tiny_tokenizer().decode(dialogue.ids[len(first_prompt) + 3 : -5])
+    assert text == "\n<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\n"
+    response = dialogue.response(sampling())
+    assert response.finish_reason == "length"
+    assert response.input_ids[response.loss_mask == 1].tolist() == [10, 11, END, 12, 13, 14, 15, 16]
+    assert (response.split, response.key) == ("train", "k")
+
+
+def test_generated_ranges_are_the_runs_of_the_mask() -> None:
+    dialogue = Dialogue(conversation("a"), "train", "k", ids=[0] * 7, mask=[0, 1, 1, 0, 0, 1, 0])
+    assert dialogue.generated_ranges() == [(1, 3), (5, 6)]
+    generator = np.random.default_rng(0)
+    for length in range(1, 12):
+        mask = generator.integers(0, 2, length).tolist()
+        dialogue = Dialogue(conversation("a"), "train", "k", ids=[0] * length, mask=mask)
+        rebuilt = [0] * length
+        for start, end in dialogue.generated_ranges():
+            assert start < end
+            rebuilt[start:end] = [1] * (end - start)
+        assert rebuilt == mask
+
+
+@pytest.mark.parametrize("end", [END, OTHER_END])
+def test_an_end_token_stops_even_as_the_last_token_of_the_limit(end: int) -> None:
+    course = turns(limit=2)
+    (dialogue,) = course.prepare([(conversation("one"), "train")], ["k"])
+    answer(course, dialogue, 10, end)
+    assert dialogue.finish_reason == "stop"
+
+
+def test_a_cut_answer_ends_its_conversation() -> None:
+    course = turns(limit=2)
+    (dialogue,) = course.prepare([(conversation("one", "two"), "train")], ["k"])
+    answer(course, dialogue, 10, 11)
+    length = len(dialogue.ids)
+    assert dialogue.finish_reason == "length"
+    assert not course.advance(dialogue)
+    assert len(dialogue.ids) == length
+
+
+def test_a_turn_may_use_what_the_document_has_left_and_no_more() -> None:
+    first = len(turns().prepare([(conversation("one", "two"), "train")], ["k"])[0].ids)
+    (dialogue,) = (course := turns(max_length=first + 3)).prepare([(conversation("one", "two"), "train")], ["k"])
+    course.begin(dialogue)
+    assert dialogue.room == 3
+    answer(course, dialogue, 10, END)
+    assert not course.advance(dialogue)  # no room for the second prompt
+    assert len(dialogue.ids) == first + 2
+
+
+@pytest.mark.parametrize(("spare", "fits"), [(0, False), (1, True)])
+def test_a_next_prompt_that_leaves_no_room_for_an_answer_is_not_appended(spare: int, fits: bool) -> None:
+    (whole,) = (course := turns()).prepare([(conversation("one", "two"), "train")], ["k"])
+    answer(course, whole, 10, END)
+    assert course.advance(whole)
+    (dialogue,) = (course := turns(max_length=len(whole.ids) + spare)).prepare([(conversation("one", "two"), "train")], ["k"])
+    answer(course, dialogue, 10, END)
+    assert course.advance(dialogue) is fits
+
+
+def test_a_prompt_without_room_is_named() -> None:
+    first = len(turns().prepare([(conversation("one"), "train")], ["k"])[0].ids)
+    turns(max_length=first + 1).prepare([(conversation("one"), "train")], ["k"])
+    with pytest.raises(InputError, match="prompt c is too long"):
+        turns(max_length=first).prepare([(conversation("one"), "train")], ["k"])
+
+
+def test_the_seed_of_a_turn_depends_on_seed_prompt_and_turn_alone() -> None:
+    def seed(text: str = "a", turn: int = 0, seed: int = 0, identity: str = "c") -> int:
+        return Dialogue(Conversation(id=identity, turns=(text, "b")), "train", "k", [1], [0], turn=turn).turn_seed(seed)
+
+    assert seed() == seed(identity="another name")
+    assert len({seed(), seed("b"), seed(turn=1), seed(seed=1)}) == 4
+    assert all(0 <= seed(str(number)) < 1 << 63 for number in range(50))

@@ -1,0 +1,169 @@
+"""Conversations through a service: what is asked when, and what is made of the answers. The service is a stand-in, without a model."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tiny import tiny_tokenizer
+
+from spectrain.data.chat import ChatTemplate
+from spectrain.data.prompts import Conversation
+from spectrain.data.responses import Sampling
+from spectrain.engines.vllm.engine import VLLMEngine
+from spectrain.engines.vllm.requests import Answer, Request
+from spectrain.errors import InputError, RunError
+
+END = tiny_tokenizer().convert_tokens_to_ids("<|im_end|>")
+TARGET: Any = SimpleNamespace(id="target", revision="1", folder=Path("none"))
+SAMPLING = Sampling(temperature=0.7, top_p=0.9, top_k=5, max_new_tokens=6, seed=3)
+
+
+def said(request: Request) -> tuple[list[int], str]:
+    """An answer that depends on the prompt alone: some tokens and an end, or as many as allowed."""
+    draw = random.Random(str(request.prompt_ids))
+    ids = [draw.randrange(10, 250) for _ in range(draw.randrange(1, 9))] + [END]
+    return (ids, "stop") if len(ids) <= request.max_tokens else (ids[: request.max_tokens], "length")
+
+
+class Stub:
+    """Answers in random order, a few at a time."""
+
+    def __init__(self, capacity: int = 3, answer: Callable[[Request], tuple[list[int], str]] = said) -> None:
+        self.capacity, self._answer = capacity, answer
+        self.asked: list[Request] = []
+        self.open: list[Request] = []
+        self.most_open = self.closed = self.opened = 0
+        self.random = random.Random(0)
+
+    def __call__(self, purpose: str, extra_args: Any) -> Stub:
+        self.opened += 1
+        assert purpose == "generate"
+        self.extra_args = extra_args
+        return self
+
+    def submit(self, request: Request) -> None:
+        self.asked.append(request)
+        self.open.append(request)
+        self.most_open = max(self.most_open, len(self.open))
+
+    def collect(self, timeout_s: float) -> list[Answer]:
+        done = [self.open.pop(self.random.randrange(len(self.open))) for _ in range(self.random.randrange(len(self.open) + 1))]
+        return [Answer(request.id, *self._answer(request), seconds=0.1) for request in done]
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def engine(stub: Stub, max_length: int = 300) -> VLLMEngine:
+    return VLLMEngine(TARGET, ChatTemplate(tiny_tokenizer(), [END]), (END,), max_length, stub)
+
+
+def conversations(count: int, turns: int = 1) -> list[tuple[Conversation, str]]:
+    return [(Conversation(f"c{n}", tuple(f"question {n} {turn}" for turn in range(turns))), "train") for n in range(count)]
+
+
+def test_every_conversation_is_answered_once_and_the_service_is_kept_full() -> None:
+    stub = Stub(capacity=4)
+    tokens: list[int] = []
+    found = list(engine(stub).generate(conversations(30, turns=3), SAMPLING, tokens.append, {"x": 1}))
+    assert sorted(response.conversation.id for response in found) == sorted(f"c{n}" for n in range(30))
+    assert (stub.most_open, stub.opened, stub.closed, stub.extra_args) == (4, 1, 1, {"x": 1})
+    assert len({request.id for request in stub.asked}) == len(stub.asked) > 30
+    assert sum(tokens) == sum(int(response.loss_mask.sum()) for response in found)
+    assert {response.finish_reason for response in found} == {"stop", "length"}
+    for response in found:  # the document, replayed turn by turn
+        template, ids = engine(stub).template, list(response.input_ids)
+        at, turn = template.first_prompt_ids(response.conversation), 0
+        while True:
+            answer, reason = said(Request("", at, min(6, 300 - len(at))))
+            at = at + answer
+            if reason == "length" or turn == 2:
+                break
+            turn += 1
+            at = at + template.next_prompt_ids(response.conversation, turn, at)
+        assert ids == at
+        assert response.finish_reason == reason
+
+
+def test_order_and_company_change_nothing() -> None:
+    whole = {response.key: response.input_ids.tolist() for response in engine(Stub(7)).generate(conversations(20, 2), SAMPLING)}
+    part = {response.key: response.input_ids.tolist() for response in engine(Stub(1)).generate(conversations(20, 2)[5:9], SAMPLING)}
+    assert len(whole) == 20
+    assert part.items() <= whole.items()
+
+
+def test_requests_carry_the_sampling_and_a_seed_of_their_own() -> None:
+    stub = Stub()
+    list(engine(stub).generate(conversations(5, 2), SAMPLING))
+    for request in stub.asked:
+        assert (request.temperature, request.top_p, request.top_k, request.stop_ids) == (0.7, 0.9, 5, (END,))
+    assert len({request.seed for request in stub.asked}) == len(stub.asked)
+    again, other, greedy = Stub(), Stub(), Stub()
+    list(engine(again).generate(conversations(5, 2), SAMPLING))
+    list(engine(other).generate(conversations(5, 2), replace(SAMPLING, seed=4)))
+    list(engine(greedy).generate(conversations(5, 2), replace(SAMPLING, temperature=0.0)))
+    assert {request.seed for request in again.asked} == {request.seed for request in stub.asked}
+    assert not {request.seed for request in other.asked} & {request.seed for request in stub.asked}
+    assert {request.seed for request in greedy.asked} == {None}
+
+
+def test_a_further_turn_goes_before_conversations_that_have_not_begun() -> None:
+    stub = Stub(capacity=1, answer=lambda request: ([11, END], "stop"))
+    list(engine(stub).generate(conversations(3, 2), SAMPLING))
+    text = [tiny_tokenizer().decode(request.prompt_ids) for request in stub.asked]
+    assert [max(n for n in range(3) if f"question {n} 0" in line) for line in text] == [0, 0, 1, 1, 2, 2]
+
+
+def test_states_are_asked_for_with_the_turn_that_is_under_way() -> None:
+    stub = Stub(answer=lambda request: ([11, END], "stop"))
+    list(engine(stub).generate(conversations(4, 2), SAMPLING, states_for=lambda dialogue: {"turn": dialogue.turn, "key": dialogue.key}))
+    states = [request.states for request in stub.asked if request.states is not None]
+    assert sorted(state["turn"] for state in states) == [0] * 4 + [1] * 4
+    assert len({state["key"] for state in states}) == 4
+
+
+def test_imported_answers_need_no_service() -> None:
+    stub = Stub()
+    imported = Conversation("i", ("question",), answers=("answer",))
+    (response,) = engine(stub).generate([(imported, "train")], SAMPLING)
+    assert response.finish_reason == "imported"
+    assert (stub.opened, stub.asked) == (0, [])
+
+
+def test_a_prompt_without_room_is_named_before_the_service_is_opened() -> None:
+    stub = Stub()
+    with pytest.raises(InputError, match="too long"):
+        engine(stub, max_length=5).generate(conversations(1), SAMPLING)
+    assert stub.opened == 0
+
+
+@pytest.mark.parametrize(
+    ("ids", "reason", "match"),
+    [
+        ([10, 11], "stop", "with 'stop' where '' was due"),
+        ([10, END], "length", "with 'length' where 'stop' was due"),
+        ([10, END, 11], "stop", "went on after the end"),
+        ([10, 11], "length", "with 'length' where '' was due"),
+        ([], "abort", "with 'abort' where '' was due"),
+        ([10] * 7, "length", "went on after the end"),
+    ],
+)
+def test_an_answer_that_ends_otherwise_than_it_should_is_refused(ids: list[int], reason: str, match: str) -> None:
+    stub = Stub(answer=lambda request: (ids, reason))
+    with pytest.raises(RunError, match=match):
+        list(engine(stub).generate(conversations(2), SAMPLING))
+    assert stub.closed == 1
+
+
+def test_the_service_is_closed_when_nobody_wants_more() -> None:
+    stub = Stub()
+    answers = engine(stub).generate(conversations(9), SAMPLING)
+    next(answers)
+    answers.close()  # type: ignore[attr-defined]
+    assert stub.closed == 1
