@@ -2,8 +2,9 @@
 
     spectrain COMMAND [group=option ...] [key=value ...] [--dry-run] [-m] [--debug] [--help]
 
-Exit codes: 0 done; 2 the configuration or an input is wrong, nothing was started; 1 a failure while running; 130 interrupted.
-Torch and transformers are imported after the configuration has been read, so help and configuration errors come at once.
+Exit codes: 0 done; 2 the configuration or an input is wrong, nothing was started; 1 a failure while running; 130
+interrupted. Torch and transformers are imported after the configuration has been read, so help and configuration errors
+come at once.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spectrain.config.conversion import suggest
-from spectrain.config.help_text import FLAGS, COMMANDS, overview, command_help
+from spectrain.config.help_text import COMMANDS, FLAGS, command_help, overview
 from spectrain.config.schema import SpectrainConfig
 from spectrain.console import say, stdout
 from spectrain.errors import ConfigError, SpectrainError
@@ -94,7 +95,9 @@ def parse(arguments: Sequence[str]) -> Command:
 def _known(word: str, options: Sequence[str], kind: str) -> str:
     if word not in options:
         close = suggest(word, options)
-        hint = f"did you mean {close[0]}?" if close else f"use {'one of ' if len(options) > 1 else ''}{', '.join(options)}"
+        hint = (
+            f"did you mean {close[0]}?" if close else f"use {'one of ' if len(options) > 1 else ''}{', '.join(options)}"
+        )
         raise ConfigError(f"unknown {kind} {word!r}: {hint}")
     return word
 
@@ -143,10 +146,14 @@ def _dispatch(command: Command) -> int:
     return 0
 
 
-def execute(command: str, config: SpectrainConfig, dry_run: bool = False, data_dir: Path | None = None, word: str = "") -> float | None:
-    """Check everything, then do the work of a command. Returns the figure a sweep maximises: the acceptance length, where one is measured.
+def execute(
+    command: str, config: SpectrainConfig, dry_run: bool = False, data_dir: Path | None = None, word: str = ""
+) -> float | None:
+    """Check everything, then do the work of a command. Returns the figure a sweep maximises: the acceptance length,
+    where one is measured.
 
-    ``data_dir``: the run directory whose responses, states and drafter this run reads, if not its own. ``word``: what follows the command.
+    ``data_dir``: the run directory whose responses, states and drafter this run reads, if not its own. ``word``: what
+    follows the command.
     """
     from spectrain.stages.checks import check_config, prepare
 
@@ -187,7 +194,8 @@ def _multirun(command: Command) -> None:
 def _shared_data_dir(command: Command) -> Path | None:
     """The run directory that all jobs of a sweep read from: the one they lie in. None if they differ in their data.
 
-    Responses and states are made there first, once, so that a sweep over a learning rate runs the target no more often than one run.
+    Responses and states are made there first, once, so that a sweep over a learning rate runs the target no more often
+    than one run.
     """
     from spectrain.config.loading import compose, swept
 
@@ -226,7 +234,9 @@ def _inspect(command: Command) -> None:
     if not limit.isdigit() or int(limit) < 1:
         raise ConfigError(f"--limit must be a whole number of at least 1, got {limit!r}")
     split = command.values.get("split")
-    inspect(compose(command.overrides), int(limit), None if split is None else _known(split, ("train", "heldout"), "split"))
+    inspect(
+        compose(command.overrides), int(limit), None if split is None else _known(split, ("train", "heldout"), "split")
+    )
 
 
 def _serve(command: Command) -> None:

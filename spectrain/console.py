@@ -1,7 +1,7 @@
 """The terminal: one console, and progress bars that show rate and ETA.
 
-Progress goes to stderr so that stdout stays clean for results. Without a terminal (a log file, CI) a line is printed every
-``PLAIN_EVERY_S`` seconds instead of a moving bar.
+Progress goes to stderr so that stdout stays clean for results. Without a terminal (a log file, CI) a line is printed
+every ``PLAIN_EVERY_S`` seconds instead of a moving bar.
 """
 
 from __future__ import annotations
@@ -36,8 +36,14 @@ class ProgressBar:
     """``with ProgressBar("capture", total=n, unit="tokens") as bar: bar.advance(k, note="loss 1.2")``."""
 
     def __init__(self, title: str, total: float, unit: str, done: float = 0) -> None:
-        self._title, self._total, self._unit, self._done, self._note = title, total, unit, done, ""
-        self._start_done, self._start_s, self._last_s = done, time.monotonic(), time.monotonic()
+        self._title = title
+        self._total = total
+        self._unit = unit
+        self._done = done
+        self._note = ""
+        self._start_done = done
+        self._start_s = time.monotonic()
+        self._last_s = time.monotonic()
         self._bar: Progress | None = None
         if console.is_terminal:
             self._bar = Progress(
@@ -59,7 +65,9 @@ class ProgressBar:
             self._bar.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._bar is not None:
             self._bar.stop()
         elif kind is None:
@@ -79,7 +87,10 @@ class ProgressBar:
         rate = (self._done - self._start_done) / max(now - self._start_s, 1e-9)
         left = (self._total - self._done) / rate if rate > 0 else float("inf")
         eta = f"{left:,.0f} s left" if left < 1e7 else "?"
-        say(f"{self._title}: {self._done:,.0f}/{self._total:,.0f} {self._unit}, {rate:,.1f} {self._unit}/s, {eta} {self._note}".rstrip())
+        say(
+            f"{self._title}: {self._done:,.0f}/{self._total:,.0f} {self._unit}, {rate:,.1f} {self._unit}/s, {eta} "
+            f"{self._note}".rstrip()
+        )
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """Errors a user can act on.
 
-Each carries one sentence that says what is wrong, which field or file, and what to do. The command line prints that sentence and
-exits with ``exit_code``; ``--debug`` adds the traceback. Anything that is not a ``SpectrainError`` is a bug of ours.
+Each carries one sentence that says what is wrong, which field or file, and what to do. The command line prints that
+sentence and exits with ``exit_code``; ``--debug`` adds the traceback. Anything that is not a ``SpectrainError`` is a
+bug of ours.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Atomic writes: a reader, or a process that starts after a kill, sees the old content or the new one, never a mixture."""
+"""Atomic writes: a reader, or a process that starts after a kill, sees the old content or the new one, never a
+mixture.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +27,17 @@ def write_atomically(path: Path, text: str) -> None:
 def replace_folder(folder: Path, fill: Callable[[Path], None]) -> None:
     """Make ``folder`` hold what ``fill(path)`` writes into an empty folder.
 
-    There is no portable way to exchange two folders in one step, so the old one is moved aside first: after a kill between the two
-    renames ``recover_folder`` puts it back.
+    There is no portable way to exchange two folders in one step, so the old one is moved aside first: after a kill
+    between the two renames ``recover_folder`` puts it back.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     fresh, old = _aside(folder, "new"), _aside(folder, "old")
     recover_folder(folder)
     fresh.mkdir()
     fill(fresh)
-    mode = fresh.stat().st_mode & 0o666  # a writer that makes files private (safetensors) must not decide who may read a drafter
+    mode = (
+        fresh.stat().st_mode & 0o666
+    )  # a writer that makes files private (safetensors) must not decide who may read a drafter
     for path in fresh.iterdir():
         path.chmod(mode)
         sync(path)
@@ -46,7 +50,9 @@ def replace_folder(folder: Path, fill: Callable[[Path], None]) -> None:
 
 
 def recover_folder(folder: Path) -> None:
-    """Undo what a kill during ``replace_folder`` left: put the old folder back if the new one did not arrive, and remove leftovers."""
+    """Undo what a kill during ``replace_folder`` left: put the old folder back if the new one did not arrive, and
+    remove leftovers.
+    """
     fresh, old = _aside(folder, "new"), _aside(folder, "old")
     if old.exists() and not folder.exists():
         os.replace(old, folder)

@@ -1,5 +1,6 @@
-"""An independent reference implementation of the block drafters: float64, one block at a time, from the definitions (vLLM's qwen3_dflash, qwen3_dflash2 and
-qwen3_dspark models), without caches, masks or batching. Nothing here imports the package.
+"""An independent reference implementation of the block drafters: float64, one block at a time, from the definitions
+(vLLM's qwen3_dflash, qwen3_dflash2 and qwen3_dspark models), without caches, masks or batching. Nothing here imports
+the package.
 
 Legend: S tokens of a document, A taps, H hidden, V target vocabulary, D draft vocabulary, d head size, r rank.
 """
@@ -10,14 +11,14 @@ import math
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 from reference import HeadTwin, rms_norm, turn
+from torch import Tensor
 
 
 @dataclass
 class BlockDraft:
-    """One draft, slot by slot (the slots that draft): hidden [H], base logits [D], the distribution over the target's vocabulary [V], the token
-    (argmax of the distribution, or as forced), and the confidence."""
+    """One draft, slot by slot (the slots that draft): hidden [H], base logits [D], the distribution over the target's
+    vocabulary [V], the token (argmax of the distribution, or as forced), and the confidence."""
 
     hidden: list[Tensor] = field(default_factory=list)
     base: list[Tensor] = field(default_factory=list)
@@ -67,16 +68,24 @@ class BlockTwin:
         normed = [self.norm(f"{name}.input_layernorm", stream) for stream in streams]
         inputs = self._conv(f"{name}.attention_conv", 0, normed, normed)
         attended = self._attention(f"{name}.self_attn", context, inputs, start)
-        middle = [a + b for a, b in zip(streams, self._conv(f"{name}.attention_conv", 1, attended, normed), strict=True)]
+        middle = [
+            a + b for a, b in zip(streams, self._conv(f"{name}.attention_conv", 1, attended, normed), strict=True)
+        ]
         normed = [self.norm(f"{name}.post_attention_layernorm", stream) for stream in middle]
         out = []
         for x in self._conv(f"{name}.mlp_conv", 0, normed, normed):
             gate = self.linear(f"{name}.mlp.gate_proj", x)
-            out.append(self.linear(f"{name}.mlp.down_proj", gate / (1 + torch.exp(-gate)) * self.linear(f"{name}.mlp.up_proj", x)))
+            out.append(
+                self.linear(
+                    f"{name}.mlp.down_proj", gate / (1 + torch.exp(-gate)) * self.linear(f"{name}.mlp.up_proj", x)
+                )
+            )
         return [a + b for a, b in zip(middle, self._conv(f"{name}.mlp_conv", 1, out, normed), strict=True)]
 
     def _conv(self, name: str, side: int, values: list[Tensor], source: list[Tensor]) -> list[Tensor]:
-        """Channel c of slot j: the sum over i of (base[side, i, c] + dynamic of slot j for tap i and the group of c) · slot j − i."""
+        """Channel c of slot j: the sum over i of (base[side, i, c] + dynamic of slot j for tap i and the group of c) ·
+        slot j − i.
+        """
         if self.conv_group is None:
             return values
         base_2KH = self.tensors[f"{name}.base_kernel"]
@@ -86,7 +95,9 @@ class BlockTwin:
             dynamic = self.linear(f"{name}.kernel_projection", source[j]).view(2, taps, hidden // self.conv_group)
             total = torch.zeros(hidden, dtype=torch.float64)
             for i in range(min(taps, j + 1)):
-                total = total + (base_2KH[side, i] + dynamic[side, i].repeat_interleave(self.conv_group)) * values[j - i]
+                total = (
+                    total + (base_2KH[side, i] + dynamic[side, i].repeat_interleave(self.conv_group)) * values[j - i]
+                )
             result.append(total)
         return result
 
@@ -102,7 +113,11 @@ class BlockTwin:
             own = start + j
             q = self.norm(f"{name}.q_norm", self.linear(f"{name}.q_proj", x).view(self.num_heads, self.head_dim))
             q = turn(q, own, self.theta)
-            seen = [p for p in range(len(keys)) if not (self.causal and p > own) and (self.window is None or abs(own - p) < self.window)]
+            seen = [
+                p
+                for p in range(len(keys))
+                if not (self.causal and p > own) and (self.window is None or abs(own - p) < self.window)
+            ]
             heads = []
             for n in range(self.num_heads):
                 scores = torch.stack([keys[p][n // share] @ q[n] for p in seen]) / math.sqrt(self.head_dim)
@@ -111,7 +126,9 @@ class BlockTwin:
         return result
 
     def draft(self, text: list[int], taps_SAH: Tensor, n: int, drafts: list[int] | None = None) -> BlockDraft:
-        """Draft ``n`` tokens behind ``text``, whose last token is the anchor. ``drafts``: tokens that are taken instead of argmax."""
+        """Draft ``n`` tokens behind ``text``, whose last token is the anchor. ``drafts``: tokens that are taken instead
+        of argmax.
+        """
         first = 0 if self.sample_from_anchor else 1
         hidden = self.hidden(text[-1], len(text) - 1, taps_SAH, n + first)[first:]
         return self.heads(text[-1], hidden, drafts)
@@ -154,13 +171,20 @@ class BlockTwin:
             gate = self.linear("markov_head.gate_proj", torch.cat([h, e])) + self.tensors["markov_head.gate_proj.bias"]
             return sigmoid(gate) * e, None
         carry = torch.zeros_like(e) if carry is None else carry
-        joint = self.linear("markov_head.joint_proj", torch.cat([carry, e, h])) + self.tensors["markov_head.joint_proj.bias"]
+        joint = (
+            self.linear("markov_head.joint_proj", torch.cat([carry, e, h]))
+            + self.tensors["markov_head.joint_proj.bias"]
+        )
         r = len(e)
         gate = sigmoid(joint[:r])
         return torch.tanh(joint[2 * r :]), gate * carry + (1 - gate) * torch.tanh(joint[r : 2 * r])
 
     def _select(self, base: Tensor, h: Tensor, prev: int, log_probs: Tensor) -> Tensor:
         order = sorted(range(len(base)), key=lambda v: -float(base[v].detach()))[: self.top_k]
-        query = self.tensors["candidate_selector.predecessor_codebook"][prev] * self.linear("candidate_selector.hidden_projection", h)
-        scores = torch.stack([base[v] + query @ self.tensors["candidate_selector.successor_codebook"][v] for v in order])
+        query = self.tensors["candidate_selector.predecessor_codebook"][prev] * self.linear(
+            "candidate_selector.hidden_projection", h
+        )
+        scores = torch.stack(
+            [base[v] + query @ self.tensors["candidate_selector.successor_codebook"][v] for v in order]
+        )
         return log_probs.index_put((torch.tensor(order),), torch.log_softmax(scores, 0))

@@ -1,4 +1,6 @@
-"""Equipment for tests of block drafters: random ones of every kind, with their reference implementations. Float64 unless said otherwise."""
+"""Equipment for tests of block drafters: random ones of every kind, with their reference implementations. Float64
+unless said otherwise.
+"""
 
 from __future__ import annotations
 
@@ -44,12 +46,15 @@ class BlockOptions:
     @property
     def name(self) -> str:
         plain = BlockOptions()
-        return ",".join(f"{key}={value}" for key, value in vars(self).items() if value != getattr(plain, key)) or "default"
+        return (
+            ",".join(f"{key}={value}" for key, value in vars(self).items() if value != getattr(plain, key)) or "default"
+        )
 
 
 DSPARK = BlockOptions(method="dspark", anchor=True, markov="vanilla", confidence=True, confidence_with_markov=True)
 DFLASH2 = BlockOptions(method="dflash2", conv=3, selector=6)
-# Together: both layouts of slots, every head, both vocabularies, windows with and without causality, 1, 3 and 5 taps, 1 to 3 layers.
+# Together: both layouts of slots, every head, both vocabularies, windows with and without causality, 1, 3 and 5 taps, 1
+# to 3 layers.
 BLOCK_VARIANTS = [
     BlockOptions(),
     BlockOptions(reduced=True, num_layers=1, taps=(2,)),
@@ -58,7 +63,15 @@ BLOCK_VARIANTS = [
     DSPARK,
     BlockOptions(method="dspark", markov="vanilla", reduced=True, confidence=True, window=6, causal=True),
     BlockOptions(method="dspark", anchor=True, markov="gated", confidence=True, family="gemma2"),
-    BlockOptions(method="dspark", anchor=True, markov="rnn", reduced=True, num_layers=1, confidence=True, confidence_with_markov=True),
+    BlockOptions(
+        method="dspark",
+        anchor=True,
+        markov="rnn",
+        reduced=True,
+        num_layers=1,
+        confidence=True,
+        confidence_with_markov=True,
+    ),
     DFLASH2,
     BlockOptions(method="dflash2", conv=4, selector=30, window=4, causal=True, family="gemma2", num_layers=1),
 ]
@@ -86,9 +99,14 @@ def block_shape(options: BlockOptions, vocab_size: int, draft_size: int) -> Bloc
 
 
 def random_block_drafter(
-    options: BlockOptions = BlockOptions(), seed: int = 0, dtype: torch.dtype = torch.float64, head: TargetHead | None = None
+    options: BlockOptions = BlockOptions(),
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+    head: TargetHead | None = None,
 ) -> BlockDrafter:
-    """Attached to a random head. Weights are wide enough that every tensor and switch matters; gains scatter around 1."""
+    """Attached to a random head. Weights are wide enough that every tensor and switch matters; gains scatter
+    around 1.
+    """
     head = head or random_head(options.family, dtype=dtype)
     vocab = random_vocab(Options(reduced=options.reduced), head.vocab_size)
     shape = block_shape(options, head.vocab_size, len(vocab.ids_D))
@@ -111,7 +129,9 @@ def block_reference_of(drafter: BlockDrafter) -> BlockTwin:
     """A reference implementation with weights of its own: float64 leaves that gather gradients."""
     shape = drafter.shape
     return BlockTwin(
-        tensors={name: tensor.detach().double().clone().requires_grad_() for name, tensor in block_tensors(drafter).items()},
+        tensors={
+            name: tensor.detach().double().clone().requires_grad_() for name, tensor in block_tensors(drafter).items()
+        },
         head=head_reference(drafter.head),
         draft_ids=drafter.vocab.ids_D.tolist(),
         num_layers=shape.num_layers,

@@ -1,4 +1,6 @@
-"""Puts this folder on the import path (``from tiny import …``) and keeps torch to one thread, so that tests may run side by side."""
+"""Puts this folder on the import path (``from tiny import …``) and keeps torch to one thread, so that tests may run
+side by side.
+"""
 
 import torch
 

@@ -19,7 +19,9 @@ from spectrain.target.model import TargetModel
 from spectrain.target.spec import TargetSpec
 
 
-def float64_target(family: str, folder: Path, attn_implementation: str = "sdpa", seed: int = 0, **overrides: Any) -> TargetModel:
+def float64_target(
+    family: str, folder: Path, attn_implementation: str = "sdpa", seed: int = 0, **overrides: Any
+) -> TargetModel:
     """A tiny target whose arithmetic is exact enough that no two paths through it disagree about an argmax."""
     tiny_target(family, folder, seed=seed, **overrides)
     # Eager experts: torch's grouped matrix product knows no float64.
@@ -41,10 +43,13 @@ def prefix_hash(prefix: Sequence[int], salt: int = 0) -> int:
 
 
 class PrefixProposer:
-    """Drafts ``draft(prefix, n)``, a function of the verified text alone (anchor included). Checks and records what it observes."""
+    """Drafts ``draft(prefix, n)``, a function of the verified text alone (anchor included). Checks and records what it
+    observes.
+    """
 
     def __init__(self, draft: Callable[[list[int], int], list[int]], taps: tuple[int, ...] = ()) -> None:
-        self.draft, self.taps = draft, taps
+        self.draft = draft
+        self.taps = taps
         self.seen: list[tuple[list[int], list[Tensor]]] = []  # every cache row ever made: ids and taps
 
     def new_cache(self, batch_size: int) -> list[tuple[list[int], list[Tensor]]]:
@@ -59,7 +64,9 @@ class PrefixProposer:
             if taps_BTAH is not None:
                 taps.append(taps_BTAH[b, : lengths_B[b]].clone())
 
-    def propose(self, cache: Any, anchor_B: Tensor, n: int, sampling: SamplingParams, generators: Any = None) -> Proposal:
+    def propose(
+        self, cache: Any, anchor_B: Tensor, n: int, sampling: SamplingParams, generators: Any = None
+    ) -> Proposal:
         drafts = [self.draft([*ids, anchor], n) for (ids, _), anchor in zip(cache, anchor_B.tolist(), strict=True)]
         ids_Bn = torch.tensor([draft + [0] * (n - len(draft)) for draft in drafts])
         return Proposal(ids=ids_Bn, lengths=torch.tensor([len(draft) for draft in drafts]))
@@ -82,11 +89,20 @@ class BigramProposer:
     def observe(self, cache: int, ids_BT: Tensor, taps_BTAH: Tensor | None, lengths_B: Tensor) -> None:
         assert cache == len(ids_BT)
 
-    def propose(self, cache: int, anchor_B: Tensor, n: int, sampling: SamplingParams, generators: Sequence[torch.Generator] | None = None) -> Proposal:
+    def propose(
+        self,
+        cache: int,
+        anchor_B: Tensor,
+        n: int,
+        sampling: SamplingParams,
+        generators: Sequence[torch.Generator] | None = None,
+    ) -> Proposal:
         table_VV = truncated_log_probs(self.logits_VV, sampling)
         uniforms_Bn = torch.zeros(len(anchor_B), n, dtype=torch.float64)
         if generators is not None:
-            uniforms_Bn = torch.stack([torch.rand(n, generator=generator, dtype=torch.float64) for generator in generators])
+            uniforms_Bn = torch.stack(
+                [torch.rand(n, generator=generator, dtype=torch.float64) for generator in generators]
+            )
         previous_B, ids, distributions = anchor_B, [], []
         for j in range(n):
             distributions.append(table_VV[previous_B])

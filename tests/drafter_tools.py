@@ -1,4 +1,5 @@
-"""Equipment for drafter tests: random drafters with their reference implementations, target heads, documents with states, stores and trainers, all tiny.
+"""Equipment for drafter tests: random drafters with their reference implementations, target heads, documents with
+states, stores and trainers, all tiny.
 
 Everything is float64 unless said otherwise, so that tolerances can be so small that no wrong number hides in them.
 """
@@ -14,8 +15,8 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from accelerate.state import AcceleratorState
-from torch import Tensor
 from reference import Eagle3Twin, HeadTwin, TwinDocument
+from torch import Tensor
 
 from spectrain.config.drafter_schema import LossConfig
 from spectrain.config.schema import DecodingConfig, SpectrainConfig, TrainerConfig
@@ -40,7 +41,9 @@ SOFT_CAP = 4.0
 
 @dataclass(frozen=True)
 class Options:
-    """Everything that may differ between two drafters. ``family``: of the target's head (gemma2: 1 + w gain, embedding scale, soft-cap)."""
+    """Everything that may differ between two drafters. ``family``: of the target's head (gemma2: 1 + w gain, embedding
+    scale, soft-cap).
+    """
 
     layer_type: str = "llama"
     taps: tuple[int, ...] = (1, 3, 4)
@@ -57,10 +60,14 @@ class Options:
 
     @property
     def name(self) -> str:
-        return ",".join(f"{key}={value}" for key, value in vars(self).items() if value != getattr(Options(), key)) or "default"
+        return (
+            ",".join(f"{key}={value}" for key, value in vars(self).items() if value != getattr(Options(), key))
+            or "default"
+        )
 
 
-# Together: both layer types, 1, 2, 3 and 5 taps, every switch on and off, two layers, both vocabularies, two kinds of head.
+# Together: both layer types, 1, 2, 3 and 5 taps, every switch on and off, two layers, both vocabularies, two kinds of
+# head.
 VARIANTS = [
     Options(),
     Options(layer_type="qwen3", taps=(2,), reduced=True),
@@ -68,12 +75,22 @@ VARIANTS = [
     Options(taps=(0, 1, 2, 3, 4), norm_before_fc=True, layer_type="qwen3"),
     Options(fc_norm=True, norm_output=True, family="gemma2"),
     Options(num_layers=2, norm_output=True, reduced=True),
-    Options(num_layers=2, layer_type="qwen3", norm_before_residual=True, fc_norm=True, norm_before_fc=True, family="gemma2", reduced=True),
+    Options(
+        num_layers=2,
+        layer_type="qwen3",
+        norm_before_residual=True,
+        fc_norm=True,
+        norm_before_fc=True,
+        family="gemma2",
+        reduced=True,
+    ),
     Options(taps=(3,), norm_before_residual=True, norm_output=True, fc_norm=True, steps=5),
 ]
 
 
-def random_head(family: str = "llama", vocab: int = VOCAB, seed: int = 100, dtype: torch.dtype = torch.float64) -> TargetHead:
+def random_head(
+    family: str = "llama", vocab: int = VOCAB, seed: int = 100, dtype: torch.dtype = torch.float64
+) -> TargetHead:
     facts = FAMILIES[family]
     generator = torch.Generator().manual_seed(seed)
     math = HeadMath(
@@ -101,13 +118,23 @@ def head_reference(head: TargetHead) -> HeadTwin:
 
 
 def random_vocab(options: Options, vocab: int = VOCAB) -> DraftVocab:
-    return DraftVocab(torch.tensor([i for i in DRAFT_IDS if i < vocab]), vocab, 0.5) if options.reduced else full_vocab(vocab)
+    return (
+        DraftVocab(torch.tensor([i for i in DRAFT_IDS if i < vocab]), vocab, 0.5)
+        if options.reduced
+        else full_vocab(vocab)
+    )
 
 
 def random_drafter(
-    options: Options = Options(), seed: int = 0, dtype: torch.dtype = torch.float64, head: TargetHead | None = None, wide: float = 1.5
+    options: Options = Options(),
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+    head: TargetHead | None = None,
+    wide: float = 1.5,
 ) -> Eagle3:
-    """Attached to a random head. Weights are wide enough that every tensor and switch matters; gains scatter around 1."""
+    """Attached to a random head. Weights are wide enough that every tensor and switch matters; gains scatter
+    around 1.
+    """
     head = head or random_head(options.family, dtype=dtype)
     vocab = random_vocab(options, head.vocab_size)
     shape = Eagle3Shape(
@@ -150,7 +177,9 @@ def reference_of(drafter: Eagle3) -> Eagle3Twin:
     """A reference implementation with weights of its own: float64 leaves that gather gradients."""
     shape = drafter.shape
     return Eagle3Twin(
-        tensors={name: tensor.detach().double().clone().requires_grad_() for name, tensor in tensors_of(drafter).items()},
+        tensors={
+            name: tensor.detach().double().clone().requires_grad_() for name, tensor in tensors_of(drafter).items()
+        },
         head=head_reference(drafter.head),
         draft_ids=drafter.vocab.ids_D.tolist(),
         num_layers=shape.num_layers,
@@ -171,8 +200,9 @@ def reference_of(drafter: Eagle3) -> Eagle3Twin:
 def random_document(
     mask: str, num_taps: int, seed: int, head: TargetHead | None = None, vocab: int = VOCAB, split: str = "train"
 ) -> TargetStates:
-    """A document whose loss mask is written as a string, ``0001111``. Its first token is an attention sink, with states a hundred times
-    larger. With a head, the log normaliser is there: NaN, as in a store, where the next token was not generated."""
+    """A document whose loss mask is written as a string, ``0001111``. Its first token is an attention sink, with states
+    a hundred times larger. With a head, the log normaliser is there: NaN, as in a store, where the next token was not
+    generated."""
     generator = torch.Generator().manual_seed(1000 + seed)
     length = len(mask)
     taps = torch.randn(length, num_taps, HIDDEN, generator=generator, dtype=torch.float64)
@@ -198,15 +228,19 @@ def random_document(
 
 
 def as_reference_document(states: TargetStates) -> TwinDocument:
-    return TwinDocument(states.input_ids.tolist(), states.loss_mask.tolist(), states.taps.double(), states.last_hidden.double())
+    return TwinDocument(
+        states.input_ids.tolist(), states.loss_mask.tolist(), states.taps.double(), states.last_hidden.double()
+    )
 
 
-# A prompt with an answer, an answer from the first token on, several turns (one of a single token, one gap shorter than an unroll), no
-# generated token at all, a document too short to count, an answer that is all prompt but its last token.
+# A prompt with an answer, an answer from the first token on, several turns (one of a single token, one gap shorter than
+# an unroll), no generated token at all, a document too short to count, an answer that is all prompt but its last token.
 MASKS = ("000111110", "11110", "0011011101001111", "0000", "01", "00001", "0001111")
 
 
-def random_documents(options: Options, head: TargetHead | None = None, masks: Sequence[str] = MASKS, seed: int = 0) -> list[TargetStates]:
+def random_documents(
+    options: Options, head: TargetHead | None = None, masks: Sequence[str] = MASKS, seed: int = 0
+) -> list[TargetStates]:
     return [random_document(mask, len(options.taps), seed + i, head) for i, mask in enumerate(masks)]
 
 
@@ -214,7 +248,9 @@ def students(drafter: Eagle3, batch: PackedBatch) -> dict[tuple[int, int], Tenso
     """(flat column, step) -> the normed output that the loss scores, for every counted student of a training pass."""
     with patch.object(drafter_module, "draft_loss", wraps=draft_loss) as spy, torch.no_grad():
         drafter.train_losses(batch)
-    arguments = dict(zip(("hidden_KUH", "lm_head_DH", "teacher", "target_U", "weight_KU"), spy.call_args.args, strict=False))
+    arguments = dict(
+        zip(("hidden_KUH", "lm_head_DH", "teacher", "target_U", "weight_KU"), spy.call_args.args, strict=False)
+    )
     arguments |= spy.call_args.kwargs
     columns = Columns.build(batch, drafter.steps)
     counted = [(int(t), k) for k, row in enumerate(columns.valid_KM) for t in columns.query_M[row]]
@@ -229,7 +265,8 @@ class MemoryStore:
 
     def __init__(self, documents: Sequence[TargetStates]) -> None:
         self.documents = list(documents)
-        self.keys, self.splits = [d.key for d in documents], [d.split for d in documents]
+        self.keys = [d.key for d in documents]
+        self.splits = [d.split for d in documents]
         self.lengths = np.array([len(d.input_ids) for d in documents])
         self.loss_counts = np.array([int(d.loss_mask.sum()) for d in documents])
 
@@ -245,7 +282,9 @@ class MemoryStore:
 
 def as_dtype(states: TargetStates, dtype: torch.dtype) -> TargetStates:
     normalizer = None if states.log_normalizer is None else states.log_normalizer.to(dtype)
-    return replace(states, taps=states.taps.to(dtype), last_hidden=states.last_hidden.to(dtype), log_normalizer=normalizer)
+    return replace(
+        states, taps=states.taps.to(dtype), last_hidden=states.last_hidden.to(dtype), log_normalizer=normalizer
+    )
 
 
 def write_store(folder: Path, documents: Sequence[TargetStates], taps: tuple[int, ...]) -> StoredHiddenStates:
@@ -261,7 +300,9 @@ def trainer_config(decoding: DecodingConfig | None = None, **options: Any) -> Sp
     return SpectrainConfig(trainer=TrainerConfig(**options), decoding=decoding or DecodingConfig())
 
 
-def make_trainer(folder: Path, drafter: Eagle3, store: Any, config: SpectrainConfig, eos_ids: Sequence[int] = (), **extra: Any) -> Trainer:
+def make_trainer(
+    folder: Path, drafter: Eagle3, store: Any, config: SpectrainConfig, eos_ids: Sequence[int] = (), **extra: Any
+) -> Trainer:
     """A trainer on the documents of the store's splits, writing below ``folder``."""
     if "accelerator" not in extra:
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -292,4 +333,6 @@ def split_by_document(documents: Sequence[TargetStates]) -> list[int]:
 
 
 def gradients(drafter: Eagle3) -> dict[str, Tensor]:
-    return {name: parameter.grad.clone() for name, parameter in tensors_of(drafter).items() if parameter.grad is not None}
+    return {
+        name: parameter.grad.clone() for name, parameter in tensors_of(drafter).items() if parameter.grad is not None
+    }

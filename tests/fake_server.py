@@ -1,5 +1,5 @@
-"""A stand-in for a vLLM server: speaks enough HTTP for the pool, and misbehaves as told. Also a program, to be started as one:
-``python fake_server.py --uds PATH`` (further options below)."""
+"""A stand-in for a vLLM server: speaks enough HTTP for the pool, and misbehaves as told. Also a program, to be started
+as one: ``python fake_server.py --uds PATH`` (further options below)."""
 
 from __future__ import annotations
 
@@ -17,21 +17,39 @@ OK, DROP, HANG = 200, "drop", "hang"
 def completion(body, **changes):
     """A reply as vLLM 0.32 gives it: the answer to [a, b, …] is [b + 1, b + 2, …], of max_tokens tokens."""
     ids = [body["prompt"][-1] + 1 + number for number in range(body["max_tokens"])]
-    choice = {"index": 0, "text": "", "finish_reason": "length", "token_ids": ids, "prompt_token_ids": body["prompt"], **changes}
-    return {"id": "cmpl-1", "object": "text_completion", "model": body["model"], "choices": [choice], "kv_transfer_params": None}
+    choice = {
+        "index": 0,
+        "text": "",
+        "finish_reason": "length",
+        "token_ids": ids,
+        "prompt_token_ids": body["prompt"],
+        **changes,
+    }
+    return {
+        "id": "cmpl-1",
+        "object": "text_completion",
+        "model": body["model"],
+        "choices": [choice],
+        "kv_transfer_params": None,
+    }
 
 
 class FakeServer:
-    """``behave(body, count)`` says what becomes of the count-th attempt (from 0) at a prompt: a status, or (status, reply), DROP, HANG.
+    """``behave(body, count)`` says what becomes of the count-th attempt (from 0) at a prompt: a status, or (status,
+    reply), DROP, HANG.
 
-    ``with FakeServer(behave) as server: server.url``. ``bodies``: requests received; ``peak``: most under way at once; ``held``: while
-    it is set, answers are held back.
+    ``with FakeServer(behave) as server: server.url``. ``bodies``: requests received; ``peak``: most under way at once;
+    ``held``: while it is set, answers are held back.
     """
 
     def __init__(self, behave=lambda body, count: OK, health=200, models=None):
-        self.behave, self.health = behave, health
+        self.behave = behave
+        self.health = health
         self.models = [{"id": "tiny", "root": "/models/tiny", "max_model_len": 256}] if models is None else models
-        self.bodies, self.peak, self.now, self.seen = [], 0, 0, {}
+        self.bodies = []
+        self.peak = 0
+        self.now = 0
+        self.seen = {}
         self.held = threading.Event()
         self.delay_s = 0.0
 
@@ -102,9 +120,15 @@ class FakeServer:
                 return None
             if outcome == HANG:
                 await asyncio.sleep(3600)
-            status, reply, headers = (*outcome, {}) if isinstance(outcome, tuple) and len(outcome) == 2 else (outcome, None, {})
+            status, reply, headers = (
+                (*outcome, {}) if isinstance(outcome, tuple) and len(outcome) == 2 else (outcome, None, {})
+            )
             if reply is None:
-                reply = completion(body) if status == 200 else {"error": {"message": f"told to say {status}", "code": status}}
+                reply = (
+                    completion(body)
+                    if status == 200
+                    else {"error": {"message": f"told to say {status}", "code": status}}
+                )
             return status, reply, headers
         finally:
             self.now -= 1

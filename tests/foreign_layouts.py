@@ -1,4 +1,6 @@
-"""Drafters written in the layouts of other projects, field by field as those write them, and nothing that they do not write."""
+"""Drafters written in the layouts of other projects, field by field as those write them, and nothing that they do not
+write.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +88,10 @@ def deepspec_dspark(drafter: Drafter) -> Written:
         "model_type": "qwen3",
         "target_layer_ids": [tap - 1 for tap in shape.taps],
     }
-    copies = {"embed_tokens.weight": drafter.head.embed_weight.clone(), "lm_head.weight": drafter.head.lm_head_weight.clone()}
+    copies = {
+        "embed_tokens.weight": drafter.head.embed_weight.clone(),
+        "lm_head.weight": drafter.head.lm_head_weight.clone(),
+    }
     return config, tensors_of_body(drafter) | copies
 
 
@@ -98,7 +103,11 @@ def eagle3(drafter: Drafter) -> Written:
         "eagle_aux_hidden_state_layer_ids": list(shape.taps),
         "model_type": "llama",
     }
-    config |= {name: True for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output") if getattr(shape, name)}
+    config |= {
+        name: True
+        for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+        if getattr(shape, name)
+    }
     return config, {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors_of_body(drafter).items()}
 
 

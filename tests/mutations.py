@@ -1,8 +1,9 @@
-"""Do the tests see the classic bugs? Breaks a copy of the package in one place at a time and runs the tests that should notice.
+"""Do the tests see the classic bugs? Breaks a copy of the package in one place at a time and runs the tests that should
+notice.
 
-Usage: ``python tests/mutations.py [PART]``: a part of their names, or of the paths of the files they break. Prints one line a mutation;
-exit status 1 if any survives or no longer applies. Each is a bug that a trainer or server of drafters has shipped, or a switch that is
-easily turned the wrong way.
+Usage: ``python tests/mutations.py [PART]``: a part of their names, or of the paths of the files they break. Prints one
+line a mutation; exit status 1 if any survives or no longer applies. Each is a bug that a trainer or server of drafters
+has shipped, or a switch that is easily turned the wrong way.
 """
 
 from __future__ import annotations
@@ -94,7 +95,8 @@ MUTATIONS = (
         "a later step stays at its column's position (drafting)",
         AUTOREGRESSIVE + "draft_steps.py",
         "cos_sin = rotary.cos_sin(slots_BT)",
-        "cos_sin = rotary.cos_sin(torch.minimum(slots_BT, cache.columns_B[:, None]) if slots_BT.shape[1] == 1 else slots_BT)",
+        "cos_sin = rotary.cos_sin(torch.minimum(slots_BT, cache.columns_B[:, None]) if slots_BT.shape[1] == 1 else "
+        "slots_BT)",
         (DECODE,),
     ),
     Mutation(
@@ -220,7 +222,8 @@ MUTATIONS = (
         "post-norm state taken for the last tap",
         "spectrain/target/model.py",
         "            self.taps_BSAH[:, :, slot] = hidden_BSH\n",
-        '            self.taps_BSAH[:, :, slot] = module(hidden_BSH) if "Norm" in type(module).__name__ else hidden_BSH\n',
+        '            self.taps_BSAH[:, :, slot] = module(hidden_BSH) if "Norm" in type(module).__name__ else '
+        'hidden_BSH\n',
         ("tests/unit/test_target_model.py",),
     ),
     Mutation(
@@ -591,7 +594,9 @@ MUTATIONS = (
 
 
 def run_tests(folder: str, tests: tuple[str, ...], output: str) -> None:
-    """In a forked process: pytest on the broken copy. The heavy libraries came with the fork, the package and the tests did not."""
+    """In a forked process: pytest on the broken copy. The heavy libraries came with the fork, the package and the tests
+    did not.
+    """
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -637,10 +642,17 @@ def main(part: str = "") -> int:
     torch.set_num_threads(1)
     os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     sys.dont_write_bytecode = True
-    _ = transformers.AutoModelForCausalLM, transformers.LlamaForCausalLM, transformers.PreTrainedTokenizerFast  # lazy modules
+    _ = (
+        transformers.AutoModelForCausalLM,
+        transformers.LlamaForCausalLM,
+        transformers.PreTrainedTokenizerFast,
+    )  # lazy modules
     chosen = [mutation for mutation in MUTATIONS if part in mutation.name or part in mutation.file]
     if not chosen:
-        print(f"no mutation has {part!r} in its name or file; they are: {', '.join(mutation.name for mutation in MUTATIONS)}")  # noqa: T201
+        print(
+            f"no mutation has {part!r} in its name or file; they are: "
+            f"{', '.join(mutation.name for mutation in MUTATIONS)}"
+        )
         return 2
     alive = 0
     with tempfile.TemporaryDirectory(prefix="mutations-") as name:
@@ -649,16 +661,18 @@ def main(part: str = "") -> int:
             shutil.copytree(ROOT / tree, folder / tree, ignore=shutil.ignore_patterns("__pycache__"))
         for tree in ("conf", "data_gen", "recipes", "eval", "pyproject.toml"):
             (folder / tree).symlink_to(ROOT / tree)
-        status, output, seconds = pytest_in(folder, tuple(sorted({test for mutation in chosen for test in mutation.tests})))
+        status, output, seconds = pytest_in(
+            folder, tuple(sorted({test for mutation in chosen for test in mutation.tests}))
+        )
         if status != 0:
-            print(f"the tests fail without any mutation:\n{output[-3000:]}")  # noqa: T201
+            print(f"the tests fail without any mutation:\n{output[-3000:]}")
             return 1
-        print(f"{'(nothing broken)':58} passes  ({seconds:.0f} s)", flush=True)  # noqa: T201
+        print(f"{'(nothing broken)':58} passes  ({seconds:.0f} s)", flush=True)
         for mutation in chosen:
             outcome, seconds = verdict(mutation, folder)
             alive += not outcome.startswith("killed")
-            print(f"{mutation.name:58} {outcome}  ({seconds:.0f} s)", flush=True)  # noqa: T201
-    print(f"{len(chosen) - alive} of {len(chosen)} killed")  # noqa: T201
+            print(f"{mutation.name:58} {outcome}  ({seconds:.0f} s)", flush=True)
+    print(f"{len(chosen) - alive} of {len(chosen)} killed")
     return 1 if alive else 0
 
 

@@ -74,7 +74,9 @@ class Family:
     def make(cls, family: str, folder: Path) -> Family:
         tiny_target(family, folder, **SHAPE, **FAMILY_SHAPES.get(family, {}))
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        return cls(folder, TargetModel(model, tiny_tokenizer(), TargetSpec.from_config(model.config), head_math(model.config)))
+        return cls(
+            folder, TargetModel(model, tiny_tokenizer(), TargetSpec.from_config(model.config), head_math(model.config))
+        )
 
     @cached_property
     def prompts(self) -> list[list[int]]:
@@ -93,7 +95,10 @@ class Family:
     @cached_property
     def states(self) -> list[TargetStates]:
         texts = zip(self.prompts, self.plain, strict=True)
-        return [capture(self.model, prompt, answer.ids, range(LAYERS + 1), f"d{i}", "train") for i, (prompt, answer) in enumerate(texts)]
+        return [
+            capture(self.model, prompt, answer.ids, range(LAYERS + 1), f"d{i}", "train")
+            for i, (prompt, answer) in enumerate(texts)
+        ]
 
     def ours(self, drafter: Eagle3, count: int | None = None) -> list[Played]:
         """What our loop plays on the first ``count`` prompts; None: on all."""
@@ -108,7 +113,9 @@ def train(family: Family, options: Options, steps: int = 35) -> Eagle3:
     kept = sorted(token for token, _ in counts.most_common(100))
     vocab = DraftVocab(torch.tensor(kept), VOCAB_SIZE, 0.5) if options.reduced else full_vocab(VOCAB_SIZE)
     shape = Eagle3Shape(
-        layer=LayerShape(options.layer_type, 64, 96, 2, 1, 32, 1e-6, {"rope_type": "default", "rope_theta": 100.0}, 512),
+        layer=LayerShape(
+            options.layer_type, 64, 96, 2, 1, 32, 1e-6, {"rope_type": "default", "rope_theta": 100.0}, 512
+        ),
         num_layers=options.num_layers,
         taps=options.taps,
         target_vocab_size=VOCAB_SIZE,
@@ -125,7 +132,9 @@ def train(family: Family, options: Options, steps: int = 35) -> Eagle3:
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1 + 0.3 * noise if parameter.ndim == 1 else noise / parameter.shape[1] ** 0.5)
     drafter.attach(TargetHead.from_checkpoint(family.folder))
-    batch = pack_batch([dataclasses.replace(states, taps=states.taps[:, list(options.taps)]) for states in family.states])
+    batch = pack_batch(
+        [dataclasses.replace(states, taps=states.taps[:, list(options.taps)]) for states in family.states]
+    )
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=5e-3)
     for _ in range(steps):
         sums = drafter.train_losses(batch)
@@ -137,7 +146,9 @@ def train(family: Family, options: Options, steps: int = 35) -> Eagle3:
 
 def save(family: Family, drafter: Eagle3, folder: Path) -> Path:
     architectures = tuple(family.model.model.config.architectures)
-    save_drafter(drafter, folder, target=str(family.folder), target_architectures=architectures, num_speculative_tokens=DRAFTS)
+    save_drafter(
+        drafter, folder, target=str(family.folder), target_architectures=architectures, num_speculative_tokens=DRAFTS
+    )
     return folder
 
 
@@ -170,11 +181,21 @@ def job(name: str, family: Family, folder: Path) -> dict[str, Any]:
 
 def run_jobs(jobs: Sequence[dict[str, Any]], log: Path, engine: EngineConfig = ENGINE) -> dict[str, dict[str, Any]]:
     """Name -> what the engine of that name reported."""
-    variables = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING", **environment(engine)}
+    variables = {
+        **os.environ,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        **environment(engine),
+    }
     script = Path(__file__).parent / "vllm" / "parity_rounds.py"
     with log.open("w") as errors:
         done = subprocess.run(
-            [sys.executable, str(script)], input=json.dumps(list(jobs)), stdout=subprocess.PIPE, stderr=errors, env=variables, text=True
+            [sys.executable, str(script)],
+            input=json.dumps(list(jobs)),
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env=variables,
+            text=True,
         )
     reports = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(reports) == len(jobs), log.read_text()[-3000:]
@@ -183,7 +204,9 @@ def run_jobs(jobs: Sequence[dict[str, Any]], log: Path, engine: EngineConfig = E
 
 def played(family: Family, report: Mapping[str, Any]) -> list[Played]:
     assert "error" not in report, report["error"]
-    return [as_played(prompt, as_answer(report["answers"][str(number)])) for number, prompt in enumerate(family.prompts)]
+    return [
+        as_played(prompt, as_answer(report["answers"][str(number)])) for number, prompt in enumerate(family.prompts)
+    ]
 
 
 def as_played(prompt: list[int], answer: Answer) -> Played:
@@ -196,4 +219,6 @@ def as_rounds(played: Played) -> list[ReportedRound]:
 
 
 def as_answer(found: Mapping[str, Any]) -> Answer:
-    return Answer(**{**found, "rounds": [ReportedRound(drafted, right, tuple(ids)) for drafted, right, ids in found["rounds"]]})
+    return Answer(
+        **{**found, "rounds": [ReportedRound(drafted, right, tuple(ids)) for drafted, right, ids in found["rounds"]]}
+    )

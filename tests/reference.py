@@ -1,7 +1,9 @@
-"""Independent reference implementations of the drafter and its losses: float64, written from the definitions, without caches, masks or batching.
+"""Independent reference implementations of the drafter and its losses: float64, written from the definitions, without
+caches, masks or batching.
 
-Nothing here imports the package. ``Eagle3Twin`` drafts as a server does (vLLM's llama_eagle3 model), token by token, recomputing everything
-at each step; ``brute_force_loss`` is a loop over (document, column, step). Gradients come from autograd through the naive formulas.
+Nothing here imports the package. ``Eagle3Twin`` drafts as a server does (vLLM's llama_eagle3 model), token by token,
+recomputing everything at each step; ``brute_force_loss`` is a loop over (document, column, step). Gradients come from
+autograd through the naive formulas.
 
 Legend: S tokens of a document, A taps, H hidden, V target vocabulary, D draft vocabulary, N heads, d head size.
 """
@@ -22,18 +24,21 @@ def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
 def turn(x_Nd: Tensor, position: int, theta: float) -> Tensor:
     """Rotary embedding as complex numbers: coordinate i and i + d/2 are one number, turned by position · theta^(-2i/d).
 
-    Angles, sines and cosines have the precision of float32, as in a server: the rest of the arithmetic can then be compared exactly.
+    Angles, sines and cosines have the precision of float32, as in a server: the rest of the arithmetic can then be
+    compared exactly.
     """
     half = x_Nd.shape[-1] // 2
     angles = position * (1 / theta ** (torch.arange(half, dtype=torch.float32) / half))
-    turned = torch.complex(x_Nd[..., :half], x_Nd[..., half:]) * torch.complex(angles.cos().double(), angles.sin().double())
+    turned = torch.complex(x_Nd[..., :half], x_Nd[..., half:]) * torch.complex(
+        angles.cos().double(), angles.sin().double()
+    )
     return torch.cat([turned.real, turned.imag], dim=-1)
 
 
 @dataclass(frozen=True)
 class HeadTwin:
-    """The two ends of the target. Gain and soft-cap are the numbers that act, not as a family stores them; embeddings are plain rows,
-    without a family's scale, since that is what a server lends to a drafter."""
+    """The two ends of the target. Gain and soft-cap are the numbers that act, not as a family stores them; embeddings
+    are plain rows, without a family's scale, since that is what a server lends to a drafter."""
 
     embed_VH: Tensor
     gain_H: Tensor
@@ -88,7 +93,9 @@ class Eagle3Twin:
         return self.linear("fc", torch.cat(parts))
 
     def outputs(self, features: list[Tensor], tokens: list[int]) -> list[Tensor]:
-        """Residual stream after all layers at columns 0, 1, …; column c holds ``features[c]`` and ``tokens[c]`` and sits at position c."""
+        """Residual stream after all layers at columns 0, 1, …; column c holds ``features[c]`` and ``tokens[c]`` and
+        sits at position c.
+        """
         streams = features
         for index in range(self.num_layers):
             streams = self._layer(f"layers.{index}", index == 0, streams, tokens)
@@ -181,7 +188,9 @@ class LossTerms:
 
 
 def loss_terms(logits_D: Tensor, draft_ids: list[int], q_V: Tensor, token: int) -> LossTerms:
-    """Every loss by its definition over the whole target vocabulary: the drafter's distribution is zero outside its own."""
+    """Every loss by its definition over the whole target vocabulary: the drafter's distribution is zero outside its
+    own.
+    """
     log_p_D = torch.log_softmax(logits_D, -1)
     p_V = torch.zeros_like(q_V).index_put((torch.tensor(draft_ids),), log_p_D.exp())
     overlap = torch.minimum(p_V, q_V).sum()
@@ -220,17 +229,24 @@ def brute_force_loss(
     reference: Eagle3Twin, documents: list[TwinDocument], steps: int, weights: dict[str, float], step_decay: float
 ) -> BruteForce:
     """Σ over documents, columns and steps of decay^k · Σ_terms coefficient · term, and what goes with it."""
-    total = BruteForce(torch.zeros((), dtype=torch.float64), 0.0, {name: [0.0] * steps for name in weights}, [0] * steps, [0] * steps)
+    total = BruteForce(
+        torch.zeros((), dtype=torch.float64), 0.0, {name: [0.0] * steps for name in weights}, [0] * steps, [0] * steps
+    )
     for document in documents:
         distributions = [reference.head.sampling(y_H) for y_H in document.last_hidden_SH]
         for t in range(len(document.ids)):
             counted = [k for k in range(steps) if counts(document.mask, t, k)]
             if not counted:
                 continue
-            chain = reference.chain(document.ids[: t + 2], document.taps_SAH, counted[-1] + 1, drafts=document.ids[t + 2 :])
+            chain = reference.chain(
+                document.ids[: t + 2], document.taps_SAH, counted[-1] + 1, drafts=document.ids[t + 2 :]
+            )
             for k in counted:
-                # Column t, step k has taken in x_{t+1+k} and predicts x_{t+2+k}, as the target does at position t + 1 + k.
-                terms = loss_terms(chain.logits[k], reference.draft_ids, distributions[t + 1 + k], document.ids[t + 2 + k])
+                # Column t, step k has taken in x_{t+1+k} and predicts x_{t+2+k}, as the target does at position t + 1 +
+                # k.
+                terms = loss_terms(
+                    chain.logits[k], reference.draft_ids, distributions[t + 1 + k], document.ids[t + 2 + k]
+                )
                 total.weight += step_decay**k
                 total.count[k] += 1
                 total.hits[k] += terms.hit

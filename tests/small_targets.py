@@ -1,4 +1,6 @@
-"""Targets small enough to train in a test, and what they compute: a llama that has learned a periodic corpus, captured states, a head."""
+"""Targets small enough to train in a test, and what they compute: a llama that has learned a periodic corpus, captured
+states, a head.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,15 @@ from spectrain.target.families import head_math
 from spectrain.target.model import TargetModel
 from spectrain.target.spec import TargetSpec
 
-# Five motifs over tokens 3 … 23; tokens recur inside and across motifs, so that what comes next is not a function of the last token.
-MOTIFS = ((3, 4, 5, 3, 6, 7), (8, 9, 8, 10, 11), (12, 4, 13, 14, 12, 15, 16), (17, 18, 17, 17, 19), (20, 5, 21, 22, 9, 23, 20, 6))
+# Five motifs over tokens 3 … 23; tokens recur inside and across motifs, so that what comes next is not a function of
+# the last token.
+MOTIFS = (
+    (3, 4, 5, 3, 6, 7),
+    (8, 9, 8, 10, 11),
+    (12, 4, 13, 14, 12, 15, 16),
+    (17, 18, 17, 17, 19),
+    (20, 5, 21, 22, 9, 23, 20, 6),
+)
 PERIODIC_VOCAB = 24
 
 
@@ -45,7 +54,9 @@ def random_target(folder: Path, vocab: int) -> TargetModel:
     return float64_target("llama", folder, vocab_size=vocab, hidden_size=16, intermediate_size=24)
 
 
-def capture(target: TargetModel, prompt: Sequence[int], answer: Sequence[int], taps: Sequence[int], key: str, split: str) -> TargetStates:
+def capture(
+    target: TargetModel, prompt: Sequence[int], answer: Sequence[int], taps: Sequence[int], key: str, split: str
+) -> TargetStates:
     """One document as the target sees it in one pass without a cache."""
     ids = torch.tensor([*prompt, *answer])
     output = target.run(ids[None], torch.arange(len(ids))[None], tap_ids=taps)

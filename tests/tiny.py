@@ -1,7 +1,9 @@
-"""Tiny random targets for tests: every family spectrain knows, with a tokenizer and a chat template, written in a tenth of a second.
+"""Tiny random targets for tests: every family spectrain knows, with a tokenizer and a chat template, written in a tenth
+of a second.
 
-``tiny_target("qwen3", tmp_path)`` gives a folder that ``TargetModel.load`` and vLLM alike can open. Weights are drawn wide enough that the
-final norm's gain, logit scales and soft-caps all matter: a test that compares logits fails when one of them is left out.
+``tiny_target("qwen3", tmp_path)`` gives a folder that ``TargetModel.load`` and vLLM alike can open. Weights are drawn
+wide enough that the final norm's gain, logit scales and soft-caps all matter: a test that compares logits fails when
+one of them is left out.
 """
 
 from __future__ import annotations
@@ -53,7 +55,12 @@ _SLIDING: dict[str, Any] = {
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
     "sliding_window": 8,
 }
-_GRANITE: dict[str, Any] = {"logits_scaling": 3.0, "embedding_multiplier": 5.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2}
+_GRANITE: dict[str, Any] = {
+    "logits_scaling": 3.0,
+    "embedding_multiplier": 5.0,
+    "residual_multiplier": 0.5,
+    "attention_multiplier": 0.2,
+}
 _GEMMA4: dict[str, Any] = {
     "hidden_size_per_layer_input": 4,
     "vocab_size_per_layer_input": VOCAB_SIZE,
@@ -68,7 +75,8 @@ _VISION: dict[str, dict[str, Any]] = {
     "qwen3_5": {**_TOWER, "depth": 1, "num_heads": 2, "out_hidden_size": 32, "num_position_embeddings": 16},
 }
 
-# Family -> what its configuration needs beyond _BASE. The three wrappers (gemma3, gemma4, qwen3_5) put it into text_config.
+# Family -> what its configuration needs beyond _BASE. The three wrappers (gemma3, gemma4, qwen3_5) put it into
+# text_config.
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": None},
@@ -77,7 +85,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "phi3": {"pad_token_id": 0},
     "olmo2": {},
     "smollm3": {"pad_token_id": 0},
-    "glm4_moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1},
+    "glm4_moe": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1,
+    },
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, **_SLIDING},
     "deepseek_v3": {
         "n_routed_experts": 4,
@@ -140,21 +153,32 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 def tiny_config(family: str, **overrides: Any) -> Any:
     """A transformers configuration; ``overrides`` replace fields of the language model."""
     tokenizer = tiny_tokenizer()
-    special = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": tokenizer.bos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    special = {
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
     fields = {**_BASE, **special, **CONFIGS[family], **overrides}
     config_class = CONFIG_MAPPING[family]
     if family not in _VISION:
         return config_class(**fields)
-    return config_class(text_config=fields, vision_config=_VISION[family], tie_word_embeddings=fields["tie_word_embeddings"])
+    return config_class(
+        text_config=fields, vision_config=_VISION[family], tie_word_embeddings=fields["tie_word_embeddings"]
+    )
 
 
 def tiny_target(
-    family: str, folder: Path, seed: int = 0, dtype: torch.dtype = torch.float32, shard_size: str = "1GB", **overrides: Any
+    family: str,
+    folder: Path,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    shard_size: str = "1GB",
+    **overrides: Any,
 ) -> Path:
     """Writes a random target of ``family`` into ``folder`` (made if need be) and returns it.
 
-    ``overrides`` are fields of the language model's configuration, such as ``num_hidden_layers=6`` or ``tie_word_embeddings=True``;
-    ``shard_size`` (say "20KB") makes a sharded checkpoint.
+    ``overrides`` are fields of the language model's configuration, such as ``num_hidden_layers=6`` or
+    ``tie_word_embeddings=True``; ``shard_size`` (say "20KB") makes a sharded checkpoint.
     """
     config = tiny_config(family, **overrides)
     torch.manual_seed(seed)

@@ -1,9 +1,9 @@
 """From plain values to typed configuration, with strict types.
 
-Hydra hands over nested dicts; here they become the dataclasses of ``config.py``. A value of the wrong type is an error that names the
-key, the type and the value; nothing is converted that could hide a mistake (``true`` is not 1, ``2.0`` is not a whole number). Three
-readings are allowed because nobody could mean anything else: a whole number for a decimal one, a list for a tuple, and a single
-value for a tuple of one (``data.train=prompts.jsonl``).
+Hydra hands over nested dicts; here they become the dataclasses of ``config.py``. A value of the wrong type is an error
+that names the key, the type and the value; nothing is converted that could hide a mistake (``true`` is not 1, ``2.0``
+is not a whole number). Three readings are allowed because nobody could mean anything else: a whole number for a decimal
+one, a list for a tuple, and a single value for a tuple of one (``data.train=prompts.jsonl``).
 """
 
 from __future__ import annotations
@@ -70,7 +70,9 @@ def unknown_key(key: str) -> ConfigError:
             return ConfigError(f"unknown key {key}: did you mean {close[0]}?")
     if siblings:
         return ConfigError(f"unknown key {key}: the keys of {section} are {', '.join(siblings)}")
-    return ConfigError(f"unknown key {key}: the sections are {', '.join(field.name for field in dataclasses.fields(SpectrainConfig))}")
+    return ConfigError(
+        f"unknown key {key}: the sections are {', '.join(field.name for field in dataclasses.fields(SpectrainConfig))}"
+    )
 
 
 def suggest(word: str, options: Iterable[str]) -> list[str]:
@@ -95,7 +97,11 @@ def _convert(value: Any, kind: Any, key: str) -> Any:
     if dataclasses.is_dataclass(kind):
         return _build(kind, value, key)  # type: ignore[arg-type]
     if isinstance(kind, types.UnionType):  # only "X | None" occurs
-        return None if value is None else _convert(value, next(arg for arg in kind.__args__ if arg is not types.NoneType), key)
+        return (
+            None
+            if value is None
+            else _convert(value, next(arg for arg in kind.__args__ if arg is not types.NoneType), key)
+        )
     origin = typing.get_origin(kind)
     if origin is tuple:
         item = typing.get_args(kind)[0]

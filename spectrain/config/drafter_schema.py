@@ -35,7 +35,9 @@ class BlockConfig:
     """What only block drafters have. ``None``: by method, or as said."""
 
     block_size: int = 8  # slots, the anchor's included
-    mask_token_id: int | None = None  # token whose embedding stands for what is not known yet; None: one that the training text never uses
+    mask_token_id: int | None = (
+        None  # token whose embedding stands for what is not known yet; None: one that the training text never uses
+    )
     sample_from_anchor: bool | None = None  # slot 0 drafts too (dspark), or only the masks do (dflash, dflash2)
     sliding_window: int | None = None  # tokens that a slot sees, itself included; None: all
     causal: bool = True  # with a sliding window: a slot sees no later slots of its block
@@ -47,12 +49,16 @@ class BlockConfig:
     confidence_detach: bool = True  # its loss trains the head alone, not the backbone
     confidence_weight: float = 1.0
     conv_kernel_size: int = 4  # dflash2: slots that a convolution mixes
-    conv_group_size: int | None = None  # dflash2: channels that share a dynamic coefficient; None: 64, or what divides the width
+    conv_group_size: int | None = (
+        None  # dflash2: channels that share a dynamic coefficient; None: 64, or what divides the width
+    )
     selector_rank: int = 64  # dflash2
     selector_top_k: int = 16  # dflash2: candidates of a slot
     decay: float = 4.0  # slot j weighs exp(-j / decay), j = 0 for the first that drafts
     d_pace: bool = False  # weigh slots by how often drafting gets so far and goes on, instead
-    d_pace_smoothing: float = 0.5  # share of certainty mixed into the acceptance probabilities that d_pace multiplies; 0: none
+    d_pace_smoothing: float = (
+        0.5  # share of certainty mixed into the acceptance probabilities that d_pace multiplies; 0: none
+    )
 
     def __post_init__(self) -> None:
         _require(self.block_size >= 2, f"drafter.block.block_size={self.block_size} must be at least 2")
@@ -64,9 +70,14 @@ class BlockConfig:
         mask = self.mask_token_id
         _require(mask is None or mask >= 0, f"drafter.block.mask_token_id={mask} must be 0 or more")
         _one_of("drafter.block.markov", self.markov, (None, *MARKOV_KINDS))
-        _require(self.confidence_weight >= 0, f"drafter.block.confidence_weight={self.confidence_weight} must be 0 or more")
+        _require(
+            self.confidence_weight >= 0, f"drafter.block.confidence_weight={self.confidence_weight} must be 0 or more"
+        )
         _require(self.decay > 0, f"drafter.block.decay={self.decay} must be positive")
-        _require(0 <= self.d_pace_smoothing < 1, f"drafter.block.d_pace_smoothing={self.d_pace_smoothing} must be at least 0 and below 1")
+        _require(
+            0 <= self.d_pace_smoothing < 1,
+            f"drafter.block.d_pace_smoothing={self.d_pace_smoothing} must be at least 0 and below 1",
+        )
 
 
 # What a method does not have must be left alone: a knob without effect is a misunderstanding.
@@ -78,7 +89,14 @@ _IDLE_KNOBS: tuple[tuple[str, object, tuple[str, ...]], ...] = (
     ("markov", "none", ("markov_rank",)),
     ("confidence", False, ("confidence_with_markov", "confidence_detach", "confidence_weight")),
 )
-_DSPARK_KNOBS = ("markov", "markov_rank", "confidence", "confidence_with_markov", "confidence_detach", "confidence_weight")
+_DSPARK_KNOBS = (
+    "markov",
+    "markov_rank",
+    "confidence",
+    "confidence_with_markov",
+    "confidence_detach",
+    "confidence_weight",
+)
 _DFLASH2_KNOBS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 
 
@@ -87,8 +105,13 @@ class DrafterConfig:
     """A drafter (group ``drafter``): autoregressive (eagle3) or block (dflash, dspark, dflash2)."""
 
     method: str = "eagle3"
-    path: str | None = None  # folder to measure (eval), or to go on from (fit: its shape, taps and vocabulary stand, init does not run)
-    taps: tuple[int, ...] | None = None  # residual stream after so many layers; None: (2, N//2, N-3) made distinct, or five evenly (block)
+    path: str | None = (
+        # folder to measure (eval), or to go on from (fit: its shape, taps and vocabulary stand, init does not run)
+        None
+    )
+    taps: tuple[int, ...] | None = (
+        None  # residual stream after so many layers; None: (2, N//2, N-3) made distinct, or five evenly (block)
+    )
     layer_type: str | None = None  # llama or qwen3 (q/k norm); None: as the target (block: always qwen3)
     num_layers: int = 1
     intermediate_size: int | None = None  # None: as the target
@@ -118,7 +141,9 @@ class DrafterConfig:
 
     @property
     def most_drafts(self) -> int | None:
-        """Drafts that a block of this configuration gives; None for an autoregressive drafter, which can always go on."""
+        """Drafts that a block of this configuration gives; None for an autoregressive drafter, which can
+        always go on.
+        """
         return self.block.block_size - (not self.samples_from_anchor) if self.is_block else None
 
     def __post_init__(self) -> None:
@@ -148,18 +173,35 @@ class DrafterConfig:
             self._refuse(changed, "a block drafter's (dflash, dspark, dflash2)")
             return
         defaults = {entry.name: entry.default for entry in fields(DrafterConfig)}
-        self._refuse([name for name in _AUTOREGRESSIVE_KNOBS if getattr(self, name) != defaults[name]], "an autoregressive drafter's (eagle3)")
+        self._refuse(
+            [name for name in _AUTOREGRESSIVE_KNOBS if getattr(self, name) != defaults[name]],
+            "an autoregressive drafter's (eagle3)",
+        )
         _require(
             self.loss.step_decay == LossConfig().step_decay,
-            f"drafter.loss.step_decay is an autoregressive drafter's (eagle3): the slots of {self.method} weigh by drafter.block.decay",
+            f"drafter.loss.step_decay is an autoregressive drafter's (eagle3): the slots of {self.method} weigh by "
+            f"drafter.block.decay",
         )
         for method, knobs in (("dspark", _DSPARK_KNOBS), ("dflash2", _DFLASH2_KNOBS)):
             if self.method != method:
-                self._refuse([f"block.{name}" for name in knobs if getattr(block, name) != getattr(plain, name)], f"{method}'s")
+                self._refuse(
+                    [f"block.{name}" for name in knobs if getattr(block, name) != getattr(plain, name)], f"{method}'s"
+                )
         for switch, value, names in _IDLE_KNOBS:
-            idle = [name for name in names if getattr(block, switch) == value and getattr(block, name) != getattr(plain, name)]
-            _require(not idle, f"drafter.block.{idle[0] if idle else ''} has no effect with drafter.block.{switch}={value}: leave it out")
-        _require(self.layer_type != "llama", f"drafter.layer_type=llama: the layers of {self.method} are qwen3's, with norms on q and k")
+            idle = [
+                name
+                for name in names
+                if getattr(block, switch) == value and getattr(block, name) != getattr(plain, name)
+            ]
+            _require(
+                not idle,
+                f"drafter.block.{idle[0] if idle else ''} has no effect with drafter.block.{switch}={value}: leave it "
+                f"out",
+            )
+        _require(
+            self.layer_type != "llama",
+            f"drafter.layer_type=llama: the layers of {self.method} are qwen3's, with norms on q and k",
+        )
         _require(
             self.method == "dspark" or not block.sample_from_anchor,
             f"drafter.block.sample_from_anchor=true: only dspark drafts from the anchor's slot, not {self.method}",
@@ -174,4 +216,8 @@ class DrafterConfig:
         )
 
     def _refuse(self, names: list[str], whose: str) -> None:
-        _require(not names, f"drafter.{names[0] if names else ''} is {whose}, drafter.method={self.method} has no such thing: leave it out")
+        _require(
+            not names,
+            f"drafter.{names[0] if names else ''} is {whose}, drafter.method={self.method} has no such thing: leave "
+            f"it out",
+        )

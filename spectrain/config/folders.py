@@ -1,8 +1,9 @@
 """Where configuration, recipes, prompts and suites are found.
 
-Four folders belong to the user: ``conf`` (shared groups), ``data_gen`` (prompts and the group ``data``), ``recipes`` and ``eval``.
-They ship with spectrain, beside the package in a checkout and inside it (``spectrain/_share``) in a wheel. Folders of the same name
-beside the working directory are looked at first, so one can add a recipe, or replace one, without touching the installation.
+Four folders belong to the user: ``conf`` (shared groups), ``data_gen`` (prompts and the group ``data``), ``recipes``
+and ``eval``. They ship with spectrain, beside the package in a checkout and inside it (``spectrain/_share``) in a
+wheel. Folders of the same name beside the working directory are looked at first, so one can add a recipe, or replace
+one, without touching the installation.
 """
 
 from __future__ import annotations
@@ -37,7 +38,11 @@ def folders(name: str, working_dir: Path | None = None) -> list[Path]:
     """All folders called ``name``: the user's, then the shipped one; each once."""
     found: list[Path] = []
     for candidate in ((working_dir or Path.cwd()) / name, shipped_folder(name)):
-        if candidate is not None and candidate.is_dir() and candidate.resolve() not in [folder.resolve() for folder in found]:
+        if (
+            candidate is not None
+            and candidate.is_dir()
+            and candidate.resolve() not in [folder.resolve() for folder in found]
+        ):
             found.append(candidate)
     return found
 
@@ -47,7 +52,9 @@ def search_roots(working_dir: Path | None = None) -> list[Path]:
     working_dir = working_dir or Path.cwd()
     users = [working_dir / name for name in FOLDERS if (working_dir / name).is_dir()]
     known = [folder.resolve() for folder in users]
-    shipped = [folder for folder in map(shipped_folder, FOLDERS) if folder is not None and folder.resolve() not in known]
+    shipped = [
+        folder for folder in map(shipped_folder, FOLDERS) if folder is not None and folder.resolve() not in known
+    ]
     return users + shipped
 
 

@@ -1,7 +1,8 @@
-"""The help texts: what each command does, reads and writes, the groups it takes with their options, and the keys worth knowing.
+"""The help texts: what each command does, reads and writes, the groups it takes with their options, and the keys worth
+knowing.
 
-Defaults and explanations of keys come from ``config.py`` itself (value and trailing comment of each field), options of groups from
-the files that are there, so the help cannot fall behind.
+Defaults and explanations of keys come from ``config.py`` itself (value and trailing comment of each field), options of
+groups from the files that are there, so the help cannot fall behind.
 """
 
 from __future__ import annotations
@@ -46,9 +47,21 @@ _DRAFTER_KEYS = (
     "drafter.loss.weights",
     "drafter.path",
 )
-_TRAINER_KEYS = ("trainer.epochs", "trainer.learning_rate", "trainer.optimizer", "trainer.packed_length", "trainer.precision")
+_TRAINER_KEYS = (
+    "trainer.epochs",
+    "trainer.learning_rate",
+    "trainer.optimizer",
+    "trainer.packed_length",
+    "trainer.precision",
+)
 _POLICY_KEYS = ("decoding.draft_policy", "decoding.threshold", "suite.policies", "suite.batches")
-_EVAL_KEYS = ("decoding.num_speculative_tokens", "decoding.temperature", "suite.prompts", "suite.max_prompts", "suite.baselines")
+_EVAL_KEYS = (
+    "decoding.num_speculative_tokens",
+    "decoding.temperature",
+    "suite.prompts",
+    "suite.max_prompts",
+    "suite.baselines",
+)
 
 COMMANDS = {
     command.name: command
@@ -56,7 +69,8 @@ COMMANDS = {
         CommandHelp(
             name="generate",
             summary="let the target answer the prompts",
-            detail="Answers every training and held-out prompt, in the target's own chat template. What is answered already is kept.",
+            detail="Answers every training and held-out prompt, in the target's own chat template. What is answered "
+            "already is kept.",
             reads="prompt files (JSON lines)",
             writes="responses/",
             sections=("target", "data", "sampling", "engine"),
@@ -66,17 +80,25 @@ COMMANDS = {
         CommandHelp(
             name="capture",
             summary="store the target's hidden states on its answers",
-            detail="Runs the target once over every response and stores the taps and the last hidden state of each token.",
+            detail="Runs the target once over every response and stores the taps and the last hidden state of each "
+            "token.",
             reads="responses/",
             writes="hidden_states/",
             sections=("target", "hidden_states", "engine", "drafter"),
-            keys=("drafter.taps", "hidden_states.dtype", "hidden_states.shard_bytes", "engine.capture_tokens", "target.max_length"),
+            keys=(
+                "drafter.taps",
+                "hidden_states.dtype",
+                "hidden_states.shard_bytes",
+                "engine.capture_tokens",
+                "target.max_length",
+            ),
             examples=("spectrain capture run.dir=runs/mine hidden_states.dtype=int8",),
         ),
         CommandHelp(
             name="fit",
             summary="train a drafter on the stored states",
-            detail="Trains the drafter and keeps the one with the greatest acceptance length on held-out text, measured as a server would.",
+            detail="Trains the drafter and keeps the one with the greatest acceptance length on held-out text, "
+            "measured as a server would.",
             reads="hidden_states/",
             writes="drafter/ (the folder a server loads), checkpoints/, metrics.jsonl",
             sections=("drafter", "trainer", "decoding", "logger"),
@@ -89,13 +111,22 @@ COMMANDS = {
         CommandHelp(
             name="eval",
             summary="measure a drafter in the speculative loop",
-            detail="Decodes the prompts of a suite with the drafter, by n-gram lookup and without speculation, and compares them: in our "
-            "own loop, or by vLLM (engine=vllm, engine=vllm_server). `spectrain eval parity` checks instead that vLLM drafts and accepts, "
+            detail="Decodes the prompts of a suite with the drafter, by n-gram lookup and without speculation, and "
+            "compares them: in our "
+            "own loop, or by vLLM (engine=vllm, engine=vllm_server). `spectrain eval parity` checks instead that vLLM "
+            "drafts and accepts, "
             "round by round, what our loop does.",
             reads="drafter/ (or drafter.path), prompts of the suite",
             writes="eval/, report.html",
             sections=("suite", "decoding", "engine", "target", "drafter"),
-            keys=("drafter.path", *_EVAL_KEYS, "suite.max_new_tokens", "suite.concurrency", "decoding.proposal_policy", *_POLICY_KEYS),
+            keys=(
+                "drafter.path",
+                *_EVAL_KEYS,
+                "suite.max_new_tokens",
+                "suite.concurrency",
+                "decoding.proposal_policy",
+                *_POLICY_KEYS,
+            ),
             examples=(
                 "spectrain eval run.dir=runs/quickstart decoding.num_speculative_tokens=5",
                 "spectrain eval parity run.dir=runs/quickstart engine=vllm",
@@ -105,8 +136,10 @@ COMMANDS = {
         CommandHelp(
             name="serve",
             summary="start vLLM with the target and a drafter",
-            detail="Becomes vLLM's server: target, drafter, method and the number of drafts that evaluation recommends are set; flags "
-            "behind `--` are vLLM's own. `--print` shows the command instead. The target is the one the drafter was trained for, unless "
+            detail="Becomes vLLM's server: target, drafter, method and the number of drafts that evaluation "
+            "recommends are set; flags "
+            "behind `--` are vLLM's own. `--print` shows the command instead. The target is the one the drafter was "
+            "trained for, unless "
             "one is named.",
             reads="drafter/ (or drafter.path, a folder or a Hub id), eval/",
             writes="nothing",
@@ -148,7 +181,8 @@ COMMANDS = {
         CommandHelp(
             name="inspect",
             summary="look at stored responses",
-            detail="`spectrain inspect responses` prints documents; what the target generated, and a drafter is trained on, is coloured.",
+            detail="`spectrain inspect responses` prints documents; what the target generated, and a drafter is "
+            "trained on, is coloured.",
             reads="responses/",
             writes="nothing",
             sections=("run",),
@@ -179,7 +213,8 @@ FLAGS = {
 def overview() -> str:
     """``spectrain --help``."""
     lines = [
-        "spectrain trains drafters for speculative decoding; the acceptance it shows is the acceptance the server gives.",
+        "spectrain trains drafters for speculative decoding; the acceptance it shows is the acceptance the server "
+        "gives.",
         "",
         "Usage: spectrain COMMAND [group=option ...] [key=value ...] [--dry-run] [-m] [--debug]",
         "",
@@ -256,11 +291,18 @@ def _key_lines(key: str) -> list[str]:
     comment = _comments()[key]
     if not comment:
         return [head]
-    return [f"{head:<44}{line}" if index == 0 else f"{'':<44}{line}" for index, line in enumerate(_wrapped(comment, "", _WIDTH - 44))]
+    return [
+        f"{head:<44}{line}" if index == 0 else f"{'':<44}{line}"
+        for index, line in enumerate(_wrapped(comment, "", _WIDTH - 44))
+    ]
 
 
 def _further_keys(command: CommandHelp) -> list[str]:
-    further = [key for key in flatten(config.SpectrainConfig()) if key.partition(".")[0] in command.sections and key not in command.keys]
+    further = [
+        key
+        for key in flatten(config.SpectrainConfig())
+        if key.partition(".")[0] in command.sections and key not in command.keys
+    ]
     return _wrapped("further: " + ", ".join(further), "  ") if further else []
 
 

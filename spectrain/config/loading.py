@@ -1,11 +1,11 @@
 """Composition of the configuration with Hydra.
 
-The dataclasses of ``config.py`` hold the defaults; they are handed to Hydra as one plain node, and the YAML files of the groups hold
-deviations only. So there is one place for each default and no schema to keep in step. Hydra's own messages are written for the
-authors of applications; here each becomes one line for the user of ours.
+The dataclasses of ``config.py`` hold the defaults; they are handed to Hydra as one plain node, and the YAML files of
+the groups hold deviations only. So there is one place for each default and no schema to keep in step. Hydra's own
+messages are written for the authors of applications; here each becomes one line for the user of ours.
 
-Order, later wins: dataclass defaults (or the ``config.yaml`` of an existing run directory, except for sections whose group is chosen
-anew) < group files < recipe < command line.
+Order, later wins: dataclass defaults (or the ``config.yaml`` of an existing run directory, except for sections whose
+group is chosen anew) < group files < recipe < command line.
 """
 
 from __future__ import annotations
@@ -59,13 +59,15 @@ _OPEN_SECTIONS = ("engine.args", "engine.environment")
 def compose(overrides: Sequence[str]) -> SpectrainConfig:
     """One configuration from command-line overrides.
 
-    An existing run directory named by ``run.dir`` supplies what was configured there when no recipe and no target is chosen anew.
-    Raises ConfigError or InputError with one line.
+    An existing run directory named by ``run.dir`` supplies what was configured there when no recipe and no target is
+    chosen anew. Raises ConfigError or InputError with one line.
     """
     overrides, parsed = _read(overrides)
     swept = [override.input_line for override in parsed if override.is_sweep_override()]
     if swept:
-        raise ConfigError(f"{swept[0]} names several values: add -m to run one job for each, or write a list as key=[a,b]")
+        raise ConfigError(
+            f"{swept[0]} names several values: add -m to run one job for each, or write a list as key=[a,b]"
+        )
     with _one_line():
         hydra = _hydra(_base_values(parsed))
         return to_config(hydra.compose_config(_PRIMARY, overrides, run_mode=RunMode.RUN, with_log_configuration=False))
@@ -88,15 +90,18 @@ def sweep_jobs(overrides: Sequence[str]) -> list[SpectrainConfig]:
     _, parsed = _read(overrides)
     with _one_line():
         hydra = _hydra(_base_values(parsed))
-        composed = [hydra.compose_config(_PRIMARY, job, run_mode=RunMode.RUN, with_log_configuration=False) for job in _product(parsed)]
+        composed = [
+            hydra.compose_config(_PRIMARY, job, run_mode=RunMode.RUN, with_log_configuration=False)
+            for job in _product(parsed)
+        ]
         return [to_config(config) for config in composed]
 
 
 def multirun(overrides: Sequence[str], job: Callable[[DictConfig], float | None], scratch: Path | None = None) -> None:
     """One job for each combination of a sweep, through Hydra's own sweepers and launchers.
 
-    Each job gets its own ``run.dir``: the swept values, as a folder below the ``run.dir`` that was given. ``scratch`` takes Hydra's
-    folders in a dry run.
+    Each job gets its own ``run.dir``: the swept values, as a folder below the ``run.dir`` that was given. ``scratch``
+    takes Hydra's folders in a dry run.
     """
     overrides, parsed = _read(overrides)
     with _one_line():
@@ -126,11 +131,13 @@ def _plain(composed: DictConfig) -> dict[str, Any]:
     return resolved  # type: ignore[return-value]
 
 
-# --- Hydra's parts ---------------------------------------------------------------------------------------------------------------
+# --- Hydra's parts -------------------------------------------------------------------------------------------------
 
 
 def _hydra(base_values: Mapping[str, Any]) -> Hydra:
-    """A Hydra over our search path, with the defaults (and ``base_values`` over them) registered as its primary configuration."""
+    """A Hydra over our search path, with the defaults (and ``base_values`` over them) registered as its primary
+    configuration.
+    """
     version.setbase("1.3")
     GlobalHydra.instance().clear()
     ConfigStore.instance().store(name=_PRIMARY, node=_primary_node(base_values))
@@ -159,12 +166,18 @@ def _reused_config(parsed: Sequence[Override]) -> Path | None:
         return None
     run_dir = _given_run_dir(parsed)
     file = run_dir / "config.yaml" if run_dir is not None else None
-    return file if file is not None and os.path.isfile(file) else None  # unlike Path.is_file, False for names that no file can have
+    return (
+        file if file is not None and os.path.isfile(file) else None
+    )  # unlike Path.is_file, False for names that no file can have
 
 
 def _given_run_dir(parsed: Sequence[Override]) -> Path | None:
     """The ``run.dir`` of the command line, if there is one, in the user's home where it starts with ``~``."""
-    given = [override.value() for override in parsed if override.key_or_group == "run.dir" and not override.is_sweep_override()]
+    given = [
+        override.value()
+        for override in parsed
+        if override.key_or_group == "run.dir" and not override.is_sweep_override()
+    ]
     return Path(str(given[-1])).expanduser() if given else None
 
 
@@ -180,7 +193,8 @@ def _base_values(parsed: Sequence[Override]) -> dict[str, Any]:
         raise InputError(f"{file} is not a configuration: delete the file, or name a recipe")
     values.pop("run", None)
     build(values)
-    # A group that is chosen anew starts from its own defaults: what was set for another method or engine does not belong to it.
+    # A group that is chosen anew starts from its own defaults: what was set for another method or engine does not
+    # belong to it.
     chosen = {str(override.key_or_group) for override in parsed}
     return {section: value for section, value in values.items() if section not in chosen & set(GROUPS)}
 
@@ -190,9 +204,13 @@ def _sweep_settings(parsed: Sequence[Override], scratch: Path | None) -> list[st
     ours = [override for override in parsed if not str(override.key_or_group).startswith("hydra")]
     swept = [override for override in ours if override.is_sweep_override()]
     folder = scratch or _given_run_dir(parsed)
-    # Values that all jobs share are no part of a job's name. (A key may be given twice, first with one value, then with several.)
-    fixed = {str(override.get_key_element()) for override in ours} - {str(override.get_key_element()) for override in swept}
-    # A value with a slash (a path) would make folders of folders, and no swept value at all makes no name: number those.
+    # Values that all jobs share are no part of a job's name. (A key may be given twice, first with one value, then with
+    # several.)
+    fixed = {str(override.get_key_element()) for override in ours} - {
+        str(override.get_key_element()) for override in swept
+    }
+    # A value with a slash (a path) would make folders of folders, and no swept value at all makes no name: number
+    # those.
     named = bool(swept) and not any("/" in str(override.input_line) for override in swept)
     return [
         "hydra.output_subdir=null",
@@ -210,11 +228,13 @@ def _product(parsed: Sequence[Override]) -> list[list[str]]:
     return [job for batch in BasicSweeper.split_arguments(ours, None) for job in batch]
 
 
-# --- overrides -------------------------------------------------------------------------------------------------------------------
+# --- overrides -----------------------------------------------------------------------------------------------------
 
 
 def _read(overrides: Sequence[str]) -> tuple[list[str], list[Override]]:
-    """Parse and check overrides before Hydra sees them; raises ConfigError for syntax, unknown keys and unknown options."""
+    """Parse and check overrides before Hydra sees them; raises ConfigError for syntax, unknown keys and unknown
+    options.
+    """
     parser = OverridesParser.create()
     lines, parsed = [], []
     for line in overrides:
@@ -235,10 +255,13 @@ def _parse(parser: OverridesParser, line: str) -> tuple[str, Override]:
         if not equals:
             raise ConfigError(f"cannot read {line!r}: write key=value or group=option") from error
         if key_types().get(key) in (str, str | None, tuple[str, ...]) and value[:1] not in ("'", '"', "["):
-            # Hydra's grammar has no room for "=", "~", brackets or letters beyond ASCII in bare text; a path may have them all.
+            # Hydra's grammar has no room for "=", "~", brackets or letters beyond ASCII in bare text; a path may have
+            # them all.
             line = f"{key}={_quoted(value)}"
             return line, parser.parse_override(line)
-        raise ConfigError(f"cannot read {line!r} ({_first_line(error)}): put text with special characters into quotes") from error
+        raise ConfigError(
+            f"cannot read {line!r} ({_first_line(error)}): put text with special characters into quotes"
+        ) from error
 
 
 def _quoted(text: str) -> str:
@@ -269,10 +292,12 @@ def _check_option(group: str, option: str) -> None:
     if option not in options:
         close = suggest(option, options)
         hint = f"did you mean {close[0]}? " if close else ""
-        raise ConfigError(f"{group}={option} is unknown: {hint}{group} can be {', '.join(options) or 'nothing: no file is there'}")
+        raise ConfigError(
+            f"{group}={option} is unknown: {hint}{group} can be {', '.join(options) or 'nothing: no file is there'}"
+        )
 
 
-# --- errors ----------------------------------------------------------------------------------------------------------------------
+# --- errors --------------------------------------------------------------------------------------------------------
 
 
 @contextmanager

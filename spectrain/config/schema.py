@@ -1,8 +1,9 @@
 """Typed configuration: one frozen dataclass per component; its defaults are the only defaults.
 
-Hydra composes YAML over these defaults (see ``compose.py``); ``build`` turns the result into dataclasses and rejects unknown keys and
-wrong types by name. Conflicts inside one component are rejected where the component is constructed (``__post_init__``); conflicts
-between components in ``checks.py``. Fields left at ``None`` are derived from the target or from another field, as their comment says.
+Hydra composes YAML over these defaults (see ``compose.py``); ``build`` turns the result into dataclasses and rejects
+unknown keys and wrong types by name. Conflicts inside one component are rejected where the component is constructed
+(``__post_init__``); conflicts between components in ``checks.py``. Fields left at ``None`` are derived from the target
+or from another field, as their comment says.
 """
 
 from __future__ import annotations
@@ -15,7 +16,13 @@ from spectrain.config.drafter_schema import DrafterConfig
 from spectrain.config.rules import one_of as _one_of
 from spectrain.config.rules import require as _require
 
-_ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")  # that transformers knows by name
+_ATTENTIONS = (
+    "eager",
+    "sdpa",
+    "flash_attention_2",
+    "flash_attention_3",
+    "flex_attention",
+)  # that transformers knows by name
 _DEVICES = re.compile(r"auto|cpu|cuda(:\d+)?")
 _COLDEST = 1e-3  # colder is greedy decoding by another name, until float32 overflows
 
@@ -58,16 +65,22 @@ class TargetConfig:
     def __post_init__(self) -> None:
         _one_of("target.dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
         _one_of("target.attn_implementation", self.attn_implementation, _ATTENTIONS)
-        _require(_DEVICES.fullmatch(self.device) is not None, f"target.device={self.device} is unknown: use auto, cpu, cuda or cuda:0")
+        _require(
+            _DEVICES.fullmatch(self.device) is not None,
+            f"target.device={self.device} is unknown: use auto, cpu, cuda or cuda:0",
+        )
         _require(self.max_length >= 2, f"target.max_length={self.max_length} must be at least 2")
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Prompts (group ``data``). Files are JSON lines ``{"turns": ["…"]}`` with optional ``id``, ``system``, ``category``;
-    lines ``{"messages": [{"role": …, "content": …}]}`` that already hold answers are imported, not generated."""
+    """Prompts (group ``data``). Files are JSON lines ``{"turns": ["…"]}`` with optional ``id``, ``system``,
+    ``category``; lines ``{"messages": [{"role": …, "content": …}]}`` that already hold answers are imported, not
+    generated."""
 
-    train: tuple[str, ...] = ()  # files; a relative name is looked up beside the working directory, then among the shipped prompts
+    train: tuple[
+        str, ...
+    ] = ()  # files; a relative name is looked up beside the working directory, then among the shipped prompts
     heldout: tuple[str, ...] = ()  # files; empty: heldout_fraction of the training prompts is set aside
     heldout_fraction: float = 0.1
     max_train: int | None = None  # at most so many prompts, drawn by seed
@@ -77,7 +90,9 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         _seed("data.seed", self.seed)
-        _require(0.0 < self.heldout_fraction < 1.0, f"data.heldout_fraction={self.heldout_fraction} must lie between 0 and 1")
+        _require(
+            0.0 < self.heldout_fraction < 1.0, f"data.heldout_fraction={self.heldout_fraction} must lie between 0 and 1"
+        )
         for name in ("max_train", "max_heldout"):
             value = getattr(self, name)
             _require(value is None or value >= 1, f"data.{name}={value} must be at least 1")
@@ -103,7 +118,9 @@ class SamplingConfig:
 class EngineConfig:
     """Who runs the target for ``generate`` and ``capture``, and serves it for ``eval`` (group ``engine``)."""
 
-    name: str = "hf"  # hf: transformers, in this process; vllm: vLLM on this machine; vllm_server: one or many vLLM servers
+    name: str = (
+        "hf"  # hf: transformers, in this process; vllm: vLLM on this machine; vllm_server: one or many vLLM servers
+    )
     batch_size: int = 16  # hf: conversations decoded together
     capture_tokens: int = 2048  # hf: tokens per padding-free capture batch
     # vllm and vllm_server; None: vLLM's own default
@@ -117,10 +134,10 @@ class EngineConfig:
     enforce_eager: bool | None = None  # None: eager on CPU, vLLM's default elsewhere
     args: dict[str, Any] = field(default_factory=dict)  # any other engine argument of vLLM, by its name there
     environment: dict[str, str] = field(default_factory=dict)  # variables of vLLM's processes
-    connector: str = "spectrain"  # who writes captured states: spectrain (straight into shards), stock (vLLM's own: a file per request)
-    self_check: str = (
-        "auto"  # of captured states: taps (against transformers), greedy (against the engine's tokens), off; auto: taps if it fits
-    )
+    # who writes captured states: spectrain (straight into shards), stock (vLLM's own: a file per request)
+    connector: str = "spectrain"
+    # of captured states: taps (against transformers), greedy (against the engine's tokens), off; auto: taps if it fits
+    self_check: str = "auto"
     # vllm_server
     urls: tuple[str, ...] = ()  # servers that are running already; empty: replicas are started, and stopped at the end
     replicas: int = 1  # servers to start
@@ -144,7 +161,10 @@ class EngineConfig:
             "concurrency",
         ):
             _require(getattr(self, name) >= 1, f"engine.{name}={getattr(self, name)} must be at least 1")
-        _require(self.max_num_seqs is None or self.max_num_seqs >= 1, f"engine.max_num_seqs={self.max_num_seqs} must be at least 1")
+        _require(
+            self.max_num_seqs is None or self.max_num_seqs >= 1,
+            f"engine.max_num_seqs={self.max_num_seqs} must be at least 1",
+        )
         _require(self.retries >= 0, f"engine.retries={self.retries} must be 0 or more")
         for name in ("startup_timeout_s", "request_timeout_s"):
             _require(getattr(self, name) > 0, f"engine.{name}={getattr(self, name)} must be positive")
@@ -154,7 +174,8 @@ class EngineConfig:
             _require(url.startswith(("http://", "https://")), f"engine.urls: {url} must begin with http:// or https://")
         _require(
             not self.devices or len(self.devices) == self.replicas,
-            f"engine.devices names {len(self.devices)} sets of devices for engine.replicas={self.replicas}: name one for each",
+            f"engine.devices names {len(self.devices)} sets of devices for engine.replicas={self.replicas}: name one "
+            f"for each",
         )
 
 
@@ -162,7 +183,9 @@ class EngineConfig:
 class CaptureConfig:
     """How hidden states are captured."""
 
-    during_generation: bool = False  # generate stores the states of what it generates, so that the target runs once (vllm engines)
+    during_generation: bool = (
+        False  # generate stores the states of what it generates, so that the target runs once (vllm engines)
+    )
 
 
 @dataclass(frozen=True)
@@ -246,22 +269,30 @@ class DecodingConfig:
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0  # 0: off
-    proposal_policy: str = "greedy"  # greedy: argmax drafts (one-hot distribution); sample: drafts drawn from the drafter's distribution
-    draft_policy: str = "fixed"  # drafts verified a round, by the confidence head: fixed (all), threshold, scheduler (what pays here)
+    proposal_policy: str = (
+        "greedy"  # greedy: argmax drafts (one-hot distribution); sample: drafts drawn from the drafter's distribution
+    )
+    draft_policy: str = (
+        "fixed"  # drafts verified a round, by the confidence head: fixed (all), threshold, scheduler (what pays here)
+    )
     threshold: float = 0.3  # threshold: drafts go on while the chance that all of them stand is at least this
     ngram_max: int = 4  # longest suffix that n-gram drafting looks up
     ngram_min: int = 2
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _require(self.num_speculative_tokens >= 1, f"decoding.num_speculative_tokens={self.num_speculative_tokens} must be at least 1")
+        _require(
+            self.num_speculative_tokens >= 1,
+            f"decoding.num_speculative_tokens={self.num_speculative_tokens} must be at least 1",
+        )
         _distribution("decoding", self.temperature, self.top_p, self.top_k)
         _seed("decoding.seed", self.seed)
         _one_of("decoding.proposal_policy", self.proposal_policy, ("greedy", "sample"))
         _one_of("decoding.draft_policy", self.draft_policy, DRAFT_POLICIES)
         _require(0 <= self.threshold <= 1, f"decoding.threshold={self.threshold} must lie in [0, 1]")
         _require(
-            1 <= self.ngram_min <= self.ngram_max, f"decoding.ngram_min={self.ngram_min} must lie between 1 and ngram_max={self.ngram_max}"
+            1 <= self.ngram_min <= self.ngram_max,
+            f"decoding.ngram_min={self.ngram_min} must lie between 1 and ngram_max={self.ngram_max}",
         )
 
 
@@ -276,7 +307,9 @@ class SuiteConfig:
     concurrency: int = 1  # conversations decoded together
     baselines: tuple[str, ...] = ("none", "ngram")
     policies: tuple[str, ...] = ()  # draft policies to compare; empty: decoding.draft_policy alone
-    batches: tuple[int, ...] = ()  # compare them with so many conversations decoded together; empty: suite.concurrency alone
+    batches: tuple[
+        int, ...
+    ] = ()  # compare them with so many conversations decoded together; empty: suite.concurrency alone
 
     def __post_init__(self) -> None:
         for baseline in self.baselines:

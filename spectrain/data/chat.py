@@ -2,11 +2,13 @@
 
 Three rules keep training on exactly what a server sees:
 
-* A generated answer is never decoded and tokenised again: the next prompt is appended to the ids as they were generated.
+* A generated answer is never decoded and tokenised again: the next prompt is appended to the ids as they were
+  generated.
 * What follows an answer up to the next generation prompt is found by rendering a placeholder in the answer's place.
-* In an imported conversation each answer must stand, unaltered, right where a server would have started to generate it: the rendered
-  prompt of every turn is a prefix of the rendered whole. Templates that rewrite earlier turns (by removing their thinking, say) break
-  this for some conversations; then there is no single sequence to train on, and the error shows the place.
+* In an imported conversation each answer must stand, unaltered, right where a server would have started to generate it:
+  the rendered prompt of every turn is a prefix of the rendered whole. Templates that rewrite earlier turns (by removing
+  their thinking, say) break this for some conversations; then there is no single sequence to train on, and the error
+  shows the place.
 """
 
 from __future__ import annotations
@@ -28,17 +30,19 @@ _EXCERPT_CHARS = 40
 _REJECTIONS = (jinja2.TemplateError, TypeError, ValueError)  # what a template raises, by its own word or by stumbling
 
 
-
-
 class ChatTemplate:
-    """Renders conversations with a tokenizer's chat template. ``end_ids``: what ends an answer; None: the tokenizer's end token.
+    """Renders conversations with a tokenizer's chat template. ``end_ids``: what ends an answer; None: the tokenizer's
+    end token.
 
     Raises InputError if the tokenizer has no template.
     """
 
     def __init__(self, tokenizer: Any, end_ids: Iterable[int] | None = None) -> None:
         if not getattr(tokenizer, "chat_template", None):
-            raise InputError("the target's tokenizer has no chat template: use an instruction-tuned target, or add chat_template.jinja")
+            raise InputError(
+                "the target's tokenizer has no chat template: use an instruction-tuned target, or add "
+                "chat_template.jinja"
+            )
         self.tokenizer = tokenizer
         self._given_end_ids = frozenset(end_token_ids(tokenizer, None) if end_ids is None else end_ids)
 
@@ -53,14 +57,14 @@ class ChatTemplate:
         return self._encode(self._render(conversation, ()))
 
     def next_prompt_ids(self, conversation: Conversation, turn_index: int, ids_so_far: Sequence[int]) -> list[int]:
-        """Ids to append to ``ids_so_far``, which end with the answer to turn ``turn_index - 1`` (turns count from 0), so that turn
-        ``turn_index`` can be answered.
+        """Ids to append to ``ids_so_far``, which end with the answer to turn ``turn_index - 1`` (turns count from 0),
+        so that turn ``turn_index`` can be answered.
 
-        The answer's own end token is in ``ids_so_far`` already and is not repeated: ChatML's "…4.<|im_end|>" is followed by
-        "\\n<|im_start|>user\\n…<|im_end|>\\n<|im_start|>assistant\\n".
+        The answer's own end token is in ``ids_so_far`` already and is not repeated: ChatML's "…4.<|im_end|>" is
+        followed by "\\n<|im_start|>user\\n…<|im_end|>\\n<|im_start|>assistant\\n".
 
-        Raises ValueError if the last answer has no end token: a truncated answer ends its conversation. Raises InputError if the
-        template does not show earlier answers.
+        Raises ValueError if the last answer has no end token: a truncated answer ends its conversation. Raises
+        InputError if the template does not show earlier answers.
         """
         if not ids_so_far or not (ids_so_far[-1] in self._end_ids or self._is_special(ids_so_far[-1])):
             raise ValueError("the answer so far was truncated: nothing may follow it")
@@ -68,7 +72,8 @@ class ChatTemplate:
         rendered = self._render(conversation, ("…",) * (turn_index - 1) + (mark,))
         if rendered.count(mark) != 1:
             raise InputError(
-                f"{conversation.where}: the target's chat template does not show the answer of turn {turn_index} once in the prompt "
+                f"{conversation.where}: the target's chat template does not show the answer of turn {turn_index} once "
+                f"in the prompt "
                 f"of turn {turn_index + 1}: use single-turn prompts with this target"
             )
         ids = self._encode(rendered.split(mark)[1])
@@ -76,9 +81,11 @@ class ChatTemplate:
         return ids if end is None else ids[end + 1 :]
 
     def render_answered(self, conversation: Conversation) -> tuple[list[int], list[int]]:
-        """(input_ids, loss_mask) of a conversation that has answers: 1 on each answer and on its end-of-turn token, 0 elsewhere.
+        """(input_ids, loss_mask) of a conversation that has answers: 1 on each answer and on its end-of-turn token, 0
+        elsewhere.
 
-        Raises InputError, with the place, if the prompt of a turn is not a prefix of the whole or an answer does not appear unaltered.
+        Raises InputError, with the place, if the prompt of a turn is not a prefix of the whole or an answer does not
+        appear unaltered.
         """
         answers = conversation.answers
         if answers is None:
@@ -89,7 +96,8 @@ class ChatTemplate:
             prompt = self._render(conversation, answers[:turn])
             if not full.startswith(prompt):
                 raise InputError(
-                    f"{conversation.where}: the target's chat template rewrites earlier text once turn {turn + 1} is answered, so the "
+                    f"{conversation.where}: the target's chat template rewrites earlier text once turn {turn + 1} is "
+                    f"answered, so the "
                     f"conversation cannot be imported whole: {_difference(prompt, full)}; split it into single turns"
                 )
             prompt_lengths.append(len(prompt))
@@ -103,14 +111,20 @@ class ChatTemplate:
     # Rendering
 
     def _render(self, conversation: Conversation, answers: Sequence[str]) -> str:
-        """Text of the first ``len(answers)`` turns with these answers and, if there is one more turn, of that and the generation prompt."""
+        """Text of the first ``len(answers)`` turns with these answers and, if there is one more turn, of that and the
+        generation prompt.
+        """
         try:
             return self._apply(conversation, answers, conversation.system)
         except _REJECTIONS as error:
             hint = "change the conversation, or the target's chat template"
             if conversation.system is not None and self._takes(conversation, answers):
-                hint = "it takes no system prompt: remove 'system' (or data.system), or put its text into the first turn"
-            raise InputError(f"{conversation.where}: the target's chat template rejects this conversation ({error}); {hint}") from error
+                hint = (
+                    "it takes no system prompt: remove 'system' (or data.system), or put its text into the first turn"
+                )
+            raise InputError(
+                f"{conversation.where}: the target's chat template rejects this conversation ({error}); {hint}"
+            ) from error
 
     def _takes(self, conversation: Conversation, answers: Sequence[str]) -> bool:
         """Whether the template takes the conversation without its system prompt."""
@@ -142,14 +156,15 @@ class ChatTemplate:
         answers[turn] = mark
         before, _, after = self._render(conversation, answers).partition(mark)
         end = len(full) - len(after)
-        # A template may put text of its own between prompt and answer, such as an empty thinking block, and leave it out where the
-        # answer brings its own; hence two places to look at.
+        # A template may put text of its own between prompt and answer, such as an empty thinking block, and leave it
+        # out where the answer brings its own; hence two places to look at.
         for start in (len(before), prompt_length):
             fits = prompt_length <= start <= end and full[:start] == before[:start] and full[end:] == after
             if fits and full[start:end].strip() == answer.strip():
                 return start, end
         raise InputError(
-            f"{conversation.where}: the target's chat template alters the answer of turn {turn + 1}, so the conversation cannot be "
+            f"{conversation.where}: the target's chat template alters the answer of turn {turn + 1}, so the "
+            f"conversation cannot be "
             f"imported whole: {_difference(answer.strip(), full[prompt_length:].lstrip())}; split it into single turns"
         )
 
@@ -159,10 +174,12 @@ class ChatTemplate:
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def _encode_with_offsets(self, full: str, prompt_lengths: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
-        """Ids of ``full`` with their character spans. A server tokenises a prompt alone, so where the tokenizer would merge the end of a
-        prompt with the start of its answer (two newlines, say) the text is cut there first."""
+        """Ids of ``full`` with their character spans. A server tokenises a prompt alone, so where the tokenizer would
+        merge the end of a prompt with the start of its answer (two newlines, say) the text is cut there first."""
         if not self.tokenizer.is_fast:
-            raise InputError("importing answers needs a tokenizer that reports character offsets: the target needs a tokenizer.json")
+            raise InputError(
+                "importing answers needs a tokenizer that reports character offsets: the target needs a tokenizer.json"
+            )
         cuts = [0]
         for length in prompt_lengths:
             head = self._encode(full[cuts[-1] : length])
@@ -171,13 +188,17 @@ class ChatTemplate:
         ids: list[int] = []
         offsets: list[tuple[int, int]] = []
         for start, end in pairwise([*cuts, len(full)]):
-            encoded = self.tokenizer(full[start:end], add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+            encoded = self.tokenizer(
+                full[start:end], add_special_tokens=False, return_offsets_mapping=True, verbose=False
+            )
             ids += encoded["input_ids"]
             offsets += [(first + start, last + start) for first, last in encoded["offset_mapping"]]
         return ids, offsets
 
     def _supervise(self, mask: list[int], ids: list[int], offsets: list[tuple[int, int]], start: int, end: int) -> None:
-        """Set ``mask`` on the tokens of the answer in characters [start, end) and on the end-of-turn token that closes it, if any."""
+        """Set ``mask`` on the tokens of the answer in characters [start, end) and on the end-of-turn token that closes
+        it, if any.
+        """
         # Some tokenizers trim white space from offsets, which leaves a token of blanks with an empty span at its end.
         inside = [i for i, (first, last) in enumerate(offsets) if last > start and min(first, last - 1) < end]
         if not inside:
@@ -188,7 +209,9 @@ class ChatTemplate:
             mask[inside[-1] + 1 + closing] = 1
 
     def _end_position(self, ids_after_answer: Sequence[int]) -> int | None:
-        """Where the end-of-turn token stands among the ids that follow an answer: first, or after white space; None if it is not there."""
+        """Where the end-of-turn token stands among the ids that follow an answer: first, or after white space; None if
+        it is not there.
+        """
         for position, token in enumerate(ids_after_answer):
             if token in self._end_ids:
                 return position
@@ -202,8 +225,8 @@ class ChatTemplate:
 
     @cached_property
     def _end_ids(self) -> frozenset[int]:
-        """The given end ids, and the special token with which the template itself closes an answer (Gemma's <end_of_turn>, where the
-        tokenizer's own end token is another)."""
+        """The given end ids, and the special token with which the template itself closes an answer (Gemma's
+        <end_of_turn>, where the tokenizer's own end token is another)."""
         mark = "placeholder"
         try:
             rendered = self._apply(Conversation(id="", turns=("question",)), (mark,), None)
@@ -219,7 +242,9 @@ class ChatTemplate:
 
 def _unused_mark(conversation: Conversation) -> str:
     """A plain word that the conversation does not contain."""
-    text = "\n".join((conversation.system or "", json.dumps(conversation.tools), *conversation.turns, *(conversation.answers or ())))
+    text = "\n".join(
+        (conversation.system or "", json.dumps(conversation.tools), *conversation.turns, *(conversation.answers or ()))
+    )
     mark = "placeholder"
     while mark in text:
         mark += "x"
@@ -228,7 +253,11 @@ def _unused_mark(conversation: Conversation) -> str:
 
 def _difference(expected: str, found: str) -> str:
     """Where two texts part, with a little of both."""
-    place = next((i for i, (a, b) in enumerate(zip(expected, found, strict=False)) if a != b), min(len(expected), len(found)))
+    place = next(
+        (i for i, (a, b) in enumerate(zip(expected, found, strict=False)) if a != b), min(len(expected), len(found))
+    )
     context = f"after {expected[max(0, place - _EXCERPT_CHARS) : place]!r}" if place else "at the start"
-    wanted, written = (repr(text[place : place + _EXCERPT_CHARS]) if place < len(text) else "the end" for text in (expected, found))
+    wanted, written = (
+        repr(text[place : place + _EXCERPT_CHARS]) if place < len(text) else "the end" for text in (expected, found)
+    )
     return f"{context} it writes {written} where {wanted} was expected"

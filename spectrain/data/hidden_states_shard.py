@@ -1,7 +1,8 @@
 """A shard being gathered, and the file it becomes.
 
-Documents are copied one behind the other into preallocated buffers, in the type they are stored in; the file is written under another
-name, flushed to disk and moved to its place, so a shard that is there is whole. Memory: one shard, touched as it fills.
+Documents are copied one behind the other into preallocated buffers, in the type they are stored in; the file is written
+under another name, flushed to disk and moved to its place, so a shard that is there is whole. Memory: one shard,
+touched as it fills.
 
 The store's writer uses this, and so does the connector inside vLLM's workers.
 """
@@ -62,14 +63,19 @@ class ShardBuffer:
         tensors = {name: buffer[: self.tokens] for name, buffer in self._buffers.items()}
         tensors["offsets"] = torch.tensor((0, *ends), dtype=torch.int64)
         tensors["loss_counts"] = torch.tensor(loss_counts, dtype=torch.int64)
-        sha256 = write_shard(path, partial, tensors, {"keys": json.dumps(keys), "splits": json.dumps(splits), **(metadata or {})})
+        sha256 = write_shard(
+            path, partial, tensors, {"keys": json.dumps(keys), "splits": json.dumps(splits), **(metadata or {})}
+        )
         self._documents = []
         return sha256
 
     def _reserve(self, length: int) -> None:
         rows = max(self._capacity, length)
         if not self._buffers or (not self._documents and next(iter(self._buffers.values())).shape[0] < rows):
-            self._buffers = {name: torch.empty((rows, *shape), dtype=dtype) for name, (dtype, shape) in token_layout(self.meta).items()}
+            self._buffers = {
+                name: torch.empty((rows, *shape), dtype=dtype)
+                for name, (dtype, shape) in token_layout(self.meta).items()
+            }
 
 
 def write_shard(path: Path, partial: Path, tensors: dict[str, Tensor], metadata: Mapping[str, str]) -> str:

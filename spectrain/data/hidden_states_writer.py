@@ -1,8 +1,9 @@
 """Writing the hidden-state store of ``states.py``: shard by shard, each one finished before the index names it.
 
-A shard is gathered in memory (``shard.py``), written to a folder of partial files, moved to its place, and only then listed in
-``index.json``, which is itself replaced in one move. Whenever the process is killed, the index names whole shards only; whatever else
-lies in the folder is a leftover and is removed by the next writer. Shards that a served target wrote are adopted as they are.
+A shard is gathered in memory (``shard.py``), written to a folder of partial files, moved to its place, and only then
+listed in ``index.json``, which is itself replaced in one move. Whenever the process is killed, the index names whole
+shards only; whatever else lies in the folder is a leftover and is removed by the next writer. Shards that a served
+target wrote are adopted as they are.
 """
 
 from __future__ import annotations
@@ -17,7 +18,14 @@ from types import TracebackType
 
 from torch import Tensor
 
-from spectrain.data.hidden_states import INDEX_NAME, ShardRecord, StoredHiddenStates, StoreIndex, StoreMeta, TargetStates
+from spectrain.data.hidden_states import (
+    INDEX_NAME,
+    ShardRecord,
+    StoredHiddenStates,
+    StoreIndex,
+    StoreMeta,
+    TargetStates,
+)
 from spectrain.data.hidden_states_shard import ShardBuffer
 from spectrain.errors import RunError
 
@@ -31,7 +39,8 @@ class HiddenStatesWriter:
     """
 
     def __init__(self, folder: str | Path, meta: StoreMeta, shard_bytes: int = 1 << 30) -> None:
-        self.folder, self.meta = Path(folder), meta
+        self.folder = Path(folder)
+        self.meta = meta
         self._gathered = ShardBuffer(meta, shard_bytes)
         self._shards: list[ShardRecord] = []
         self._done: set[str] = set()  # keys in finished shards
@@ -40,7 +49,8 @@ class HiddenStatesWriter:
         if (self.folder / INDEX_NAME).exists():
             index = StoreIndex.load(self.folder)
             index.meta.check(dataclasses.asdict(meta), self.folder)
-            self._shards, self._done = list(index.shards), set(StoredHiddenStates(self.folder).keys)
+            self._shards = list(index.shards)
+            self._done = set(StoredHiddenStates(self.folder).keys)
             self._known = set(self._done)
         self._remove_leftovers()
 
@@ -51,18 +61,22 @@ class HiddenStatesWriter:
     def add(self, states: TargetStates) -> None:
         """Copy one document into the shard being gathered, and write the shard when it is full.
 
-        A document longer than a whole shard gets one of its own. Raises ``RunError`` if a state is not finite: a bad document is
-        never stored and never replaced by another.
+        A document longer than a whole shard gets one of its own. Raises ``RunError`` if a state is not finite: a bad
+        document is never stored and never replaced by another.
         """
         if states.key in self._known:
             raise ValueError(f"states of {states.key} are already in {self.folder}")
         if states.log_normalizer is None:
             raise ValueError(
-                f"states of {states.key} have no log_normalizer: compute it with TargetHead.log_normalizer before storing them"
+                f"states of {states.key} have no log_normalizer: compute it with TargetHead.log_normalizer before "
+                f"storing them"
             )
         for name in ("taps", "last_hidden"):
             if not is_finite(getattr(states, name)):
-                raise RunError(f"the target computed {name} that are not finite for response {states.key}: try target.dtype=float32")
+                raise RunError(
+                    f"the target computed {name} that are not finite for response {states.key}: try "
+                    f"target.dtype=float32"
+                )
         if not self._gathered.fits(states.input_ids.shape[0]):
             self.flush()
         self._gathered.add(states)
@@ -71,7 +85,8 @@ class HiddenStatesWriter:
             self.flush()
 
     def adopt(self, path: Path, keys: Sequence[str], tokens: int) -> None:
-        """Take a whole shard file, of this store's layout and on its file system, into the store: it is moved, then listed.
+        """Take a whole shard file, of this store's layout and on its file system, into the store: it is moved, then
+        listed.
 
         Its documents must be new, and what is in it has been checked (``states_incoming.py``).
         """
@@ -105,7 +120,9 @@ class HiddenStatesWriter:
     def __enter__(self) -> HiddenStatesWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()  # after an error too: the documents gathered so far are whole
 
     def _next_shard(self) -> Path:

@@ -1,8 +1,9 @@
 """Packing: whole documents into rows of a fixed number of tokens.
 
-Documents differ in length by an order of magnitude, so padding every document to the longest would waste most of a step. A row is a
-concatenation of whole documents of at most ``packed_length`` tokens; nothing is padded and no document is split, so attention, positions
-and losses never have to look across a row's edge. A document longer than a row loses its tail (``truncated_tokens`` counts it).
+Documents differ in length by an order of magnitude, so padding every document to the longest would waste most of a
+step. A row is a concatenation of whole documents of at most ``packed_length`` tokens; nothing is padded and no document
+is split, so attention, positions and losses never have to look across a row's edge. A document longer than a row loses
+its tail (``truncated_tokens`` counts it).
 
 Costs: best fit by decreasing length is O(documents · log rows) once an epoch; building a batch copies its taps once.
 """
@@ -24,8 +25,9 @@ from spectrain.data.hidden_states import TargetStates
 
 @dataclass(frozen=True)
 class Draw:
-    """What random choices about a batch are drawn from: the step, and the documents' numbers in the store. Neither packing, nor ranks,
-    nor a resumed run changes them. ``packed_length``: length of a row, of which each document has a share."""
+    """What random choices about a batch are drawn from: the step, and the documents' numbers in the store. Neither
+    packing, nor ranks, nor a resumed run changes them. ``packed_length``: length of a row, of which each document has a
+    share."""
 
     seed: int
     step: int
@@ -61,7 +63,9 @@ class PackedBatch:
         return dataclasses.replace(self, **moved)
 
 
-def pack_batch(documents: Sequence[TargetStates], max_tokens: int | None = None, draw: Draw | None = None) -> PackedBatch:
+def pack_batch(
+    documents: Sequence[TargetStates], max_tokens: int | None = None, draw: Draw | None = None
+) -> PackedBatch:
     """Concatenate documents; each is cut at ``max_tokens``. Integer fields are widened, states keep their dtype."""
     cut = slice(None, max_tokens)
     lengths = torch.tensor([len(d.input_ids[cut]) for d in documents])
@@ -73,7 +77,9 @@ def pack_batch(documents: Sequence[TargetStates], max_tokens: int | None = None,
         document_ids_T=torch.repeat_interleave(torch.arange(len(documents)), lengths),
         taps_TAH=torch.cat([d.taps[cut] for d in documents]),
         last_hidden_TH=torch.cat([d.last_hidden[cut] for d in documents]),
-        log_normalizer_T=None if any(n is None for n in normalizers) else torch.cat([n[cut] for n in normalizers if n is not None]),
+        log_normalizer_T=None
+        if any(n is None for n in normalizers)
+        else torch.cat([n[cut] for n in normalizers if n is not None]),
         draw=draw,
     )
 
@@ -86,7 +92,8 @@ def truncated_tokens(lengths: Sequence[int], packed_length: int) -> int:
 def pack_rows(lengths: Sequence[int], packed_length: int, seed: int, epoch: int) -> list[list[int]]:
     """Rows of document indices, stateless in (seed, epoch): best fit by decreasing length, ties and row order shuffled.
 
-    Every document appears exactly once; the sum of a row's lengths (each counted as at most ``packed_length``) never exceeds ``packed_length``.
+    Every document appears exactly once; the sum of a row's lengths (each counted as at most ``packed_length``) never
+    exceeds ``packed_length``.
     """
     rng = np.random.default_rng((seed, epoch))
     shuffled = rng.permutation(len(lengths))

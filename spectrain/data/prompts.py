@@ -1,8 +1,9 @@
 """Prompts: the conversations that the target is asked to answer, and their division into training and held-out.
 
-A prompt file is JSON lines. Either ``{"turns": ["…"]}``, user turns to be answered one after the other, with optional ``id``, ``system``,
-``category``, ``tools``; or ``{"messages": [{"role": …, "content": …}]}``, whose answers, if there are any, are imported. A line that is
-anything else is an error that names the line: a prompt that is silently skipped or repaired would make two runs incomparable.
+A prompt file is JSON lines. Either ``{"turns": ["…"]}``, user turns to be answered one after the other, with optional
+``id``, ``system``, ``category``, ``tools``; or ``{"messages": [{"role": …, "content": …}]}``, whose answers, if there
+are any, are imported. A line that is anything else is an error that names the line: a prompt that is silently skipped
+or repaired would make two runs incomparable.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ _FIELDS = ("turns", "messages", "id", "system", "category", "tools")
 
 @dataclass(frozen=True)
 class Conversation:
-    """User turns and what surrounds them; the target's answers come later, unless the conversation is imported with them.
+    """User turns and what surrounds them; the target's answers come later, unless the conversation is imported with
+    them.
 
-    ``source`` is the place the conversation was read from ("file:line"), for messages only: it is no part of its identity.
+    ``source`` is the place the conversation was read from ("file:line"), for messages only: it is no part of its
+    identity.
     """
 
     id: str
@@ -50,7 +53,9 @@ class Conversation:
         return self.source or f"conversation {self.id}"
 
     def prompt_digest(self) -> str:
-        """Sha256 of everything the target is shown (system, turns, tools): equal digests are the same prompt, whatever their ids."""
+        """Sha256 of everything the target is shown (system, turns, tools): equal digests are the same prompt, whatever
+        their ids.
+        """
         return digest_json([self.system, self.turns, self.tools])
 
 
@@ -65,8 +70,8 @@ def digest_json(value: object) -> str:
 def load_prompts(path: str | Path) -> list[Conversation]:
     """Read one prompt file, in order. A conversation without ``id`` is called "<file stem>-<line number>".
 
-    Blank lines, a byte order mark and CRLF line ends are fine. Raises InputError, with file and line, for anything that is not a prompt,
-    for an id that comes twice, and for a file without prompts.
+    Blank lines, a byte order mark and CRLF line ends are fine. Raises InputError, with file and line, for anything that
+    is not a prompt, for an id that comes twice, and for a file without prompts.
     """
     path = Path(path)
     conversations: list[Conversation] = []
@@ -81,12 +86,15 @@ def load_prompts(path: str | Path) -> list[Conversation]:
             raise InputError(f"{path}:{number}: id {conversation.id!r} is that of line {first} too: ids must differ")
         conversations.append(conversation)
     if not conversations:
-        raise InputError(f'{path} holds no prompts: write one JSON object a line, such as {{"turns": ["How are you?"]}}')
+        raise InputError(
+            f'{path} holds no prompts: write one JSON object a line, such as {{"turns": ["How are you?"]}}'
+        )
     return conversations
 
 
 def find_prompt_file(name: str, roots: Sequence[Path], asked_by: str) -> Path:
-    """The file that ``name`` means: as it is, seen from the working directory, then in ``roots``; ".jsonl" may be left out.
+    """The file that ``name`` means: as it is, seen from the working directory, then in ``roots``; ".jsonl" may be left
+    out.
 
     ``asked_by`` is the configuration field that holds the name, for the error (InputError) if there is no such file.
     """
@@ -114,7 +122,9 @@ def _lines(path: Path) -> Iterable[tuple[int, str]]:
         try:
             line = raw.decode("utf-8").strip(" \t\r")
         except UnicodeDecodeError as error:
-            raise InputError(f"{path}:{number}: not UTF-8 ({error.reason} at byte {error.start + 1}): save the file as UTF-8") from error
+            raise InputError(
+                f"{path}:{number}: not UTF-8 ({error.reason} at byte {error.start + 1}): save the file as UTF-8"
+            ) from error
         if line:
             yield number, line
 
@@ -134,18 +144,23 @@ def _parse(line: str, default_id: str, source: str) -> Conversation:
     if unknown:
         close = difflib.get_close_matches(unknown[0], _FIELDS, n=1)
         raise _BrokenLineError(
-            f"unknown field {unknown[0]!r}: " + (f"did you mean {close[0]!r}?" if close else f"use {', '.join(_FIELDS)}")
+            f"unknown field {unknown[0]!r}: "
+            + (f"did you mean {close[0]!r}?" if close else f"use {', '.join(_FIELDS)}")
         )
     _require(not {"turns", "messages"} <= record.keys(), "both 'turns' and 'messages': give one of them")
     system = _optional_text(record, "system")
     answers: tuple[str, ...] | None = None
     if "messages" in record:
         own_system, turns, answers = _parse_messages(_of_kind(record["messages"], list, "'messages'"))
-        _require(own_system is None or system is None, "a system prompt both in 'system' and in 'messages': give one of them")
+        _require(
+            own_system is None or system is None, "a system prompt both in 'system' and in 'messages': give one of them"
+        )
         system = system if own_system is None else own_system
     else:
         _require("turns" in record, 'no \'turns\': give a list of user turns, such as "turns": ["How are you?"]')
-        turns = tuple(_text(turn, f"turns[{index}]") for index, turn in enumerate(_of_kind(record["turns"], list, "'turns'")))
+        turns = tuple(
+            _text(turn, f"turns[{index}]") for index, turn in enumerate(_of_kind(record["turns"], list, "'turns'"))
+        )
         _require(turns, "'turns' is empty: give at least one user turn")
     tools = None if record.get("tools") is None else _of_kind(record["tools"], list, "'tools'")
     return Conversation(
@@ -186,7 +201,10 @@ def _parse_messages(messages: list[Any]) -> tuple[str | None, tuple[str, ...], t
         place = f"messages[{index}]"
         message = _of_kind(value, dict, place)
         for name in message:
-            _require(name in ("role", "content"), f"{place} has an unknown field {name!r}: only 'role' and 'content' are understood")
+            _require(
+                name in ("role", "content"),
+                f"{place} has an unknown field {name!r}: only 'role' and 'content' are understood",
+            )
         role = message.get("role")
         _require(role in expected, f"{place} has role {json.dumps(role)} where {' or '.join(expected)} must stand")
         texts[str(role)].append(_text(message.get("content"), f"{place}.content"))
@@ -195,7 +213,8 @@ def _parse_messages(messages: list[Any]) -> tuple[str | None, tuple[str, ...], t
     _require(turns, "'messages' has no user message")
     _require(
         not answers or len(answers) == len(turns),
-        "the last message is the user's, but earlier ones are answered: answer it, remove it, or give the user's turns alone as 'turns'",
+        "the last message is the user's, but earlier ones are answered: answer it, remove it, or give the user's "
+        "turns alone as 'turns'",
     )
     return (system[0] if system else None), tuple(turns), (tuple(answers) if answers else None)
 
@@ -209,7 +228,10 @@ def _text(value: object, place: str) -> str:
     text = _of_kind(value, str, place)
     _require(text.strip(), f"{place} is blank: give a text, or leave it out")
     # JSON can spell half of a surrogate pair, which no encoding can write and no tokenizer takes.
-    _require(not any("\ud800" <= letter <= "\udfff" for letter in text), f"{place} holds half of a surrogate pair, which is not text")
+    _require(
+        not any("\ud800" <= letter <= "\udfff" for letter in text),
+        f"{place} holds half of a surrogate pair, which is not text",
+    )
     return text
 
 
@@ -236,11 +258,12 @@ class PromptSplit:
 def split_prompts(data: DataConfig, roots: Sequence[Path]) -> PromptSplit:
     """Load the prompts of a run and divide them into training and held-out.
 
-    The division and the draw of ``max_train`` and ``max_heldout`` depend on each prompt's own digest and ``data.seed`` alone: a prompt
-    does not change sides when others are added, or when the files are reordered. Order within a split is that of the files.
+    The division and the draw of ``max_train`` and ``max_heldout`` depend on each prompt's own digest and ``data.seed``
+    alone: a prompt does not change sides when others are added, or when the files are reordered. Order within a split
+    is that of the files.
 
-    Raises InputError for files that are missing or broken, ConfigError if no training prompt is named, if explicit held-out prompts are
-    training prompts too, or if there are too few prompts to divide.
+    Raises InputError for files that are missing or broken, ConfigError if no training prompt is named, if explicit
+    held-out prompts are training prompts too, or if there are too few prompts to divide.
     """
     if not data.train:
         raise ConfigError("data.train names no prompt file: give at least one")
@@ -253,16 +276,21 @@ def split_prompts(data: DataConfig, roots: Sequence[Path]) -> PromptSplit:
         if shared:
             first = next(conversation for digest, conversation in heldout.items() if digest in shared)
             raise ConfigError(
-                f"data.heldout: {len(shared)} of its {len(heldout)} prompts are training prompts too, the first at {first.where} "
+                f"data.heldout: {len(shared)} of its {len(heldout)} prompts are training prompts too, the first at "
+                f"{first.where} "
                 f"(as {train[first.prompt_digest()].where}): remove them from one side"
             )
     else:
         chosen = _choose_heldout(list(train), data.heldout_fraction, data.seed)
         heldout = {digest: train.pop(digest) for digest in list(train) if digest in chosen}
-    return PromptSplit(train=_draw(train, data.max_train, data.seed), heldout=_draw(heldout, data.max_heldout, data.seed))
+    return PromptSplit(
+        train=_draw(train, data.max_train, data.seed), heldout=_draw(heldout, data.max_heldout, data.seed)
+    )
 
 
-def _load_distinct(names: Iterable[str], asked_by: str, system: str | None, roots: Sequence[Path]) -> dict[str, Conversation]:
+def _load_distinct(
+    names: Iterable[str], asked_by: str, system: str | None, roots: Sequence[Path]
+) -> dict[str, Conversation]:
     """Digest -> conversation, in file order; of equal prompts the first, even where imported answers differ."""
     distinct: dict[str, Conversation] = {}
     for name in names:
@@ -275,7 +303,10 @@ def _load_distinct(names: Iterable[str], asked_by: str, system: str | None, root
 def _choose_heldout(digests: Sequence[str], fraction: float, seed: int) -> set[str]:
     """About ``fraction`` of the prompts, at least one on either side."""
     if len(digests) < 2:
-        raise ConfigError("data.train has a single prompt, so none can be held out: add prompts, or name held-out ones in data.heldout")
+        raise ConfigError(
+            "data.train has a single prompt, so none can be held out: add prompts, or name held-out ones in "
+            "data.heldout"
+        )
     ranked = sorted(digests, key=lambda digest: _chance(digest, seed, "heldout"))
     below = sum(_chance(digest, seed, "heldout") < fraction for digest in ranked)
     return set(ranked[: min(max(below, 1), len(ranked) - 1)])

@@ -1,8 +1,9 @@
 """Responses: what the target answered, as token ids with their loss mask, and the folder that keeps them.
 
-A response is known by its key, a digest of what it depends on (prompt, sampling, target). The store holds a set of keys, so it does not
-matter in which order responses are finished, how often a generation was killed, or whether one comes twice. A part file appears
-under its name only when it is whole and on disk: a kill loses at most the responses that were not appended yet.
+A response is known by its key, a digest of what it depends on (prompt, sampling, target). The store holds a set of
+keys, so it does not matter in which order responses are finished, how often a generation was killed, or whether one
+comes twice. A part file appears under its name only when it is whole and on disk: a kill loses at most the responses
+that were not appended yet.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ SPLITS = ("train", "heldout")
 
 @dataclass(frozen=True)
 class Sampling:
-    """How answers are drawn, with nothing left open. ``temperature`` 0 is greedy; ``top_k`` 0 and ``top_p`` 1 are off."""
+    """How answers are drawn, with nothing left open. ``temperature`` 0 is greedy; ``top_k`` 0 and ``top_p`` 1
+    are off.
+    """
 
     temperature: float
     top_p: float
@@ -43,12 +46,13 @@ class Sampling:
 
 
 def resolve_sampling(config: SamplingConfig, generation_config: Any = None) -> Sampling:
-    """Fill what ``config`` leaves open from the target's generation config (transformers' ``GenerationConfig`` or None).
+    """Fill what ``config`` leaves open from the target's generation config (transformers' ``GenerationConfig`` or
+    None).
 
-    The target samples by default if its generation config says ``do_sample``, or gives a temperature and does not deny it; otherwise
-    it is greedy. Fields that greedy decoding does not read are set to their neutral values, so that changing them changes no key.
-    Penalties and other filters of the generation config are not applied (the output would no longer follow a distribution of the context
-    alone that draft tokens can be verified against); the user is told.
+    The target samples by default if its generation config says ``do_sample``, or gives a temperature and does not deny
+    it; otherwise it is greedy. Fields that greedy decoding does not read are set to their neutral values, so that
+    changing them changes no key. Penalties and other filters of the generation config are not applied (the output would
+    no longer follow a distribution of the context alone that draft tokens can be verified against); the user is told.
     """
 
     def own(name: str, default: Any) -> Any:
@@ -56,7 +60,9 @@ def resolve_sampling(config: SamplingConfig, generation_config: Any = None) -> S
         return default if value is None else value
 
     samples = bool(own("do_sample", own("temperature", 0.0) > 0))
-    temperature = config.temperature if config.temperature is not None else (float(own("temperature", 1.0)) if samples else 0.0)
+    temperature = (
+        config.temperature if config.temperature is not None else (float(own("temperature", 1.0)) if samples else 0.0)
+    )
     for name, neutral in (("repetition_penalty", 1.0), ("no_repeat_ngram_size", 0), ("min_p", 0.0), ("typical_p", 1.0)):
         if own(name, neutral) != neutral:
             say(f"note: the target's generation config has {name}={own(name, neutral)}, which is not applied")
@@ -77,8 +83,10 @@ def resolve_sampling(config: SamplingConfig, generation_config: Any = None) -> S
 class Response:
     """One document: the rendered conversation with the target's answers.
 
-    ``loss_mask`` is 1 exactly on ids the target produced: the answers and their end-of-turn tokens. ``finish_reason`` is that of the
-    last answer: "stop" (its own end token, which is the last supervised id), "length" (cut; no end token was added) or "imported".
+    ``loss_mask`` is 1 exactly on ids the target produced: the answers and their end-of-turn tokens. ``finish_reason``
+    is that of the
+    last answer: "stop" (its own end token, which is the last supervised id), "length" (cut; no end token was added) or
+    "imported".
     """
 
     conversation: Conversation
@@ -92,9 +100,13 @@ class Response:
 
     def __post_init__(self) -> None:
         if self.input_ids.ndim != 1 or self.input_ids.shape != self.loss_mask.shape:
-            raise ValueError(f"input_ids {self.input_ids.shape} and loss_mask {self.loss_mask.shape} must be vectors of one length")
+            raise ValueError(
+                f"input_ids {self.input_ids.shape} and loss_mask {self.loss_mask.shape} must be vectors of one length"
+            )
         if self.input_ids.dtype != np.int32 or self.loss_mask.dtype != np.uint8:
-            raise ValueError(f"input_ids must be int32 and loss_mask uint8, not {self.input_ids.dtype} and {self.loss_mask.dtype}")
+            raise ValueError(
+                f"input_ids must be int32 and loss_mask uint8, not {self.input_ids.dtype} and {self.loss_mask.dtype}"
+            )
         if self.finish_reason not in FINISH_REASONS:
             raise ValueError(f"finish_reason {self.finish_reason!r} is not one of {FINISH_REASONS}")
         if self.split not in SPLITS:
@@ -137,7 +149,9 @@ _TEMPORARY_GLOB = ".part-*.tmp"
 
 
 class ResponseStore:
-    """A folder of Parquet parts ``part-00000.parquet`` …, one for each ``append``. One writer at a time; any number of readers."""
+    """A folder of Parquet parts ``part-00000.parquet`` …, one for each ``append``. One writer at a time; any number of
+    readers.
+    """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -145,7 +159,9 @@ class ResponseStore:
         self._parts_read: set[Path] = set()
 
     def append(self, responses: Sequence[Response]) -> Path | None:
-        """Write the responses whose keys are not stored yet as one part, whole or not at all; None if there are none."""
+        """Write the responses whose keys are not stored yet as one part, whole or not at all; None if there
+        are none.
+        """
         known = self.keys()
         fresh = {response.key: response for response in reversed(responses) if response.key not in known}
         if not fresh:
@@ -169,9 +185,11 @@ class ResponseStore:
         return set(self._part_of_key)
 
     def load(self, keys: Sequence[str] | None = None, splits: Mapping[str, str] | None = None) -> list[Response]:
-        """The responses of ``keys``, in that order (None: all, in the order of their keys, which no order of completion changes).
+        """The responses of ``keys``, in that order (None: all, in the order of their keys, which no order of completion
+        changes).
 
-        ``splits`` (key -> split) overrides the stored split: which prompts are held out is a choice of the run, not of the response.
+        ``splits`` (key -> split) overrides the stored split: which prompts are held out is a choice of the run, not of
+        the response.
 
         Raises InputError if a key is not stored, or a part cannot be read.
         """
@@ -180,7 +198,8 @@ class ResponseStore:
         missing = [key for key in wanted if key not in known]
         if missing:
             raise InputError(
-                f"{self.folder} lacks {len(missing)} of {len(wanted)} responses (the first: {missing[0][:16]}…): run generate again"
+                f"{self.folder} lacks {len(missing)} of {len(wanted)} responses (the first: {missing[0][:16]}…): run "
+                f"generate again"
             )
         rows: dict[str, dict[str, Any]] = {}
         asked = set(wanted)
@@ -218,10 +237,15 @@ def _read(path: Path, columns: list[str] | None = None) -> pa.Table:
         with pq.ParquetFile(path) as file:
             version = (file.schema_arrow.metadata or {}).get(b"spectrain_schema_version", b"none").decode()
             if version != SCHEMA_VERSION:
-                raise InputError(f"{path} has schema version {version}, this program reads {SCHEMA_VERSION}: use another run directory")
+                raise InputError(
+                    f"{path} has schema version {version}, this program reads {SCHEMA_VERSION}: use another run "
+                    f"directory"
+                )
             return file.read(columns=columns)
     except (pa.ArrowException, OSError) as error:
-        raise InputError(f"{path} cannot be read as responses ({str(error).splitlines()[0]}): remove it and run generate again") from error
+        raise InputError(
+            f"{path} cannot be read as responses ({str(error).splitlines()[0]}): remove it and run generate again"
+        ) from error
 
 
 def _to_row(response: Response) -> dict[str, Any]:

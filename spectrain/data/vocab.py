@@ -1,7 +1,8 @@
 """The draft vocabulary: the target's most frequent generated tokens.
 
-A drafter that scores all V tokens spends most of its time in the head. Keeping the D tokens the target uses most on this workload
-loses only the acceptance of the rest, which ``coverage`` reports. Ids stay ascending, so that ``target id = i + d2t[i]`` is monotone.
+A drafter that scores all V tokens spends most of its time in the head. Keeping the D tokens the target uses most on
+this workload loses only the acceptance of the rest, which ``coverage`` reports. Ids stay ascending, so that ``target id
+= i + d2t[i]`` is monotone.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from spectrain.errors import ConfigError
 
 @dataclass(frozen=True)
 class DraftVocab:
-    """``ids_D``: the kept target ids, ascending int64; ``coverage``: share of generated training tokens that are among them."""
+    """``ids_D``: the kept target ids, ascending int64; ``coverage``: share of generated training tokens that are among
+    them.
+    """
 
     ids_D: Tensor
     target_size: int
@@ -53,20 +56,27 @@ _PROMPT_WEIGHT = 0.05
 
 
 def build_vocab(
-    documents: Iterable[tuple[np.ndarray, np.ndarray]], size: int | None, target_size: int, expected_V: np.ndarray | None = None
+    documents: Iterable[tuple[np.ndarray, np.ndarray]],
+    size: int | None,
+    target_size: int,
+    expected_V: np.ndarray | None = None,
 ) -> DraftVocab:
-    """The ``size`` tokens most likely to be generated, judged by ``(input_ids, loss_mask)`` documents; ties go to the lower id.
+    """The ``size`` tokens most likely to be generated, judged by ``(input_ids, loss_mask)`` documents; ties go to the
+    lower id.
 
-    A few hundred documents hold only some thousand distinct tokens, and the rest of the vocabulary should not be filled at random: a token
-    scores its generated count, plus what the target expected to generate in the same places (``expected_V``: its distribution summed over
-    positions, in tokens), plus a little for occurring in prompts.
+    A few hundred documents hold only some thousand distinct tokens, and the rest of the vocabulary should not be filled
+    at random: a token scores its generated count, plus what the target expected to generate in the same places
+    (``expected_V``: its distribution summed over positions, in tokens), plus a little for occurring in prompts.
 
     Raises ConfigError where ``size`` exceeds the target's vocabulary.
     """
     if size is None or size == target_size:
         return full_vocab(target_size)
     if size > target_size:
-        raise ConfigError(f"drafter.draft_vocab_size={size} is larger than the target's vocabulary of {target_size}: choose at most that")
+        raise ConfigError(
+            f"drafter.draft_vocab_size={size} is larger than the target's vocabulary of {target_size}: choose at most "
+            f"that"
+        )
     generated_V = np.zeros(target_size, dtype=np.int64)
     prompted_V = np.zeros(target_size, dtype=np.int64)
     for input_ids, loss_mask in documents:

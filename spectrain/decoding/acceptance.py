@@ -1,7 +1,8 @@
 """Acceptance statistics of rounds, whoever made them: the decoding loop, the simulation, a server.
 
-All figures are ratios of sums over rounds, never means of per-prompt means: a server's counters add up rounds too. Rounds that the length
-limit cut are left out, because how many of their drafts would have been accepted was not seen; rounds that ended with an end token are complete.
+All figures are ratios of sums over rounds, never means of per-prompt means: a server's counters add up rounds too.
+Rounds that the length limit cut are left out, because how many of their drafts would have been accepted was not seen;
+rounds that ended with an end token are complete.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ BOOTSTRAP_RESAMPLES = 2000
 class Round:
     """One verification by the target.
 
-    anchor: position in the text of the last token committed before. drafted: drafts proposed. accepted: drafts that became text.
-    cut: the length limit ended the text while every draft so far had been accepted and more were to come. drafts: their ids, where they are known.
+    anchor: position in the text of the last token committed before. drafted: drafts proposed. accepted: drafts that
+    became text.
+    cut: the length limit ended the text while every draft so far had been accepted and more were to come. drafts: their
+    ids, where they are known.
     confidence: what the drafter said of each, where it says so. Rounds are equal if their outcomes are.
     """
 
@@ -35,10 +38,12 @@ class Round:
 class AcceptanceStats:
     """Counts and ratios over complete rounds. Ratios are NaN where nothing was counted.
 
-    acceptance_length: tokens a round commits, bonus included: 1 + accepted_tokens / rounds. acceptance_rate: accepted / drafted tokens.
-    acceptance_per_position[j]: share of rounds in which at least j + 1 drafts were accepted (unconditional survival, as vLLM reports it).
-    conditional_acceptance_per_position[j]: that share among the rounds that drafted slot j + 1 and in which the j drafts before it were accepted.
-    interval: bootstrap interval of acceptance_length over prompts; ``None`` with fewer than two prompts that have rounds.
+    acceptance_length: tokens a round commits, bonus included: 1 + accepted_tokens / rounds. acceptance_rate: accepted /
+    drafted tokens. acceptance_per_position[j]: share of rounds in which at least j + 1 drafts were accepted
+    (unconditional survival, as vLLM reports it). conditional_acceptance_per_position[j]: that share among the rounds
+    that drafted slot j + 1 and in which the j drafts before it were accepted.
+    interval: bootstrap interval of acceptance_length over prompts; ``None`` with fewer than two prompts that have
+    rounds.
     """
 
     rounds: int
@@ -53,9 +58,14 @@ class AcceptanceStats:
 
 
 def acceptance(
-    rounds_per_prompt: Sequence[Sequence[Round]], num_positions: int | None = None, confidence: float = 0.95, seed: int = 0
+    rounds_per_prompt: Sequence[Sequence[Round]],
+    num_positions: int | None = None,
+    confidence: float = 0.95,
+    seed: int = 0,
 ) -> AcceptanceStats:
-    """Statistics of the rounds of several prompts. ``num_positions``: draft slots to report, default the most that any round drafted."""
+    """Statistics of the rounds of several prompts. ``num_positions``: draft slots to report, default the most that any
+    round drafted.
+    """
     complete = [[r for r in rounds if not r.cut] for rounds in rounds_per_prompt]
     flat = [r for rounds in complete for r in rounds]
     drafted = np.array([r.drafted for r in flat], dtype=np.int64)
@@ -65,7 +75,10 @@ def acceptance(
     reached = [int(((accepted >= j) & (drafted > j)).sum()) for j in range(positions)]
     mean_accepted = _ratio(int(accepted.sum()), len(flat))
     interval = bootstrap_ratio_interval(
-        [sum(r.accepted for r in rounds) for rounds in complete], [len(rounds) for rounds in complete], confidence=confidence, seed=seed
+        [sum(r.accepted for r in rounds) for rounds in complete],
+        [len(rounds) for rounds in complete],
+        confidence=confidence,
+        seed=seed,
     )
     return AcceptanceStats(
         rounds=len(flat),
@@ -89,8 +102,8 @@ def bootstrap_ratio_interval(
 ) -> tuple[float, float] | None:
     """Percentile bootstrap interval of sum(numerators) / sum(denominators), resampling the pairs (one pair a prompt).
 
-    Rounds of one prompt resemble each other, so prompts, not rounds, are what is drawn. Pairs with denominator zero carry nothing and are
-    left out; ``None`` when fewer than two remain.
+    Rounds of one prompt resemble each other, so prompts, not rounds, are what is drawn. Pairs with denominator zero
+    carry nothing and are left out; ``None`` when fewer than two remain.
     """
     top, bottom = np.asarray(numerators, dtype=np.float64), np.asarray(denominators, dtype=np.float64)
     top, bottom = top[bottom > 0], bottom[bottom > 0]

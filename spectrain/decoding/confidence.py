@@ -1,13 +1,15 @@
 """How far a drafter's own confidence reaches: calibration, survival, and drafting no further than a threshold.
 
-A drafter with a confidence head says of each slot j how likely its draft is accepted, given that the drafts before it were accepted: c_j. The chance
-that draft j becomes text at all is the *survival* a_j = c_1 · … · c_j. A head that was trained to order slots well still errs in the
-level, so each slot gets a temperature, c = σ(logit(c) / T), fitted from left to right so that the running product is right on held-out
-text (sequential temperature scaling, the DSpark paper).
+A drafter with a confidence head says of each slot j how likely its draft is accepted, given that the drafts before it
+were accepted: c_j. The chance that draft j becomes text at all is the *survival* a_j = c_1 · … · c_j. A head that was
+trained to order slots well still errs in the level, so each slot gets a temperature, c = σ(logit(c) / T), fitted from
+left to right so that the running product is right on held-out text (sequential temperature scaling, the DSpark paper).
 
-Cutting a draft short leaves the distribution of the output alone as long as keeping slot j is decided without looking at the draft in slot j or
-behind it: whoever is kept is then still drawn from the distribution that verification divides by. c_j depends on the anchor and the drafts before
-slot j only, survival falls with j, and the kept slots are a prefix: so "while survival is at least the threshold" is such a rule.
+Cutting a draft short leaves the distribution of the output alone as long as keeping slot j is decided without looking
+at the draft in slot j or
+behind it: whoever is kept is then still drawn from the distribution that verification divides by. c_j depends on the
+anchor and the drafts before slot j only, survival falls with j, and the kept slots are a prefix: so "while survival is
+at least the threshold" is such a rule.
 
 Legend: B batch, R rounds, n or K draft slots.
 """
@@ -37,7 +39,9 @@ class Calibration:
     def __post_init__(self) -> None:
         for temperature in self.temperatures:
             if not (np.isfinite(temperature) and temperature > 0):
-                raise ConfigError(f"a calibration temperature of {temperature} makes no sense: temperatures are positive numbers")
+                raise ConfigError(
+                    f"a calibration temperature of {temperature} makes no sense: temperatures are positive numbers"
+                )
 
     def apply(self, confidence_Rn: np.ndarray) -> np.ndarray:
         """Calibrated confidences [R, n] in (0, 1), float64."""
@@ -55,18 +59,15 @@ def survival(confidence_Bn: Tensor) -> Tensor:
     return confidence_Bn.cumprod(-1)
 
 
-
-
-
-
-# --- fitting and judging -----------------------------------------------------------------------------------------------------------
+# --- fitting and judging -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class ConfidenceSamples:
     """What a drafter said in R rounds and what became of it.
 
-    confidence: [R, K] its own, uncalibrated. were accepted: [R, K], whether the drafts up to and with this slot were accepted, or how likely that was.
+    confidence: [R, K] its own, uncalibrated. were accepted: [R, K], whether the drafts up to and with this slot were
+    accepted, or how likely that was.
     seen: [R, K], False for slots whose fate is unknown (not drafted, or beyond the end of the text).
     """
 
@@ -84,13 +85,13 @@ class ConfidenceSamples:
 
 
 def fit_calibration(samples: ConfidenceSamples) -> Calibration:
-    """A temperature per slot, from left to right: of those that do not raise the calibration error of the running product up to the slot,
-    the one with the least cross-entropy.
+    """A temperature per slot, from left to right: of those that do not raise the calibration error of the running
+    product up to the slot, the one with the least cross-entropy.
 
-    Not simply the least calibration error, as in the paper: where about half of the drafts are accepted, a temperature so high that every
-    confidence becomes one half has hardly any, and leaves nothing by which a draft could be told from another. A slot that no round has
-    seen keeps temperature 1. If the whole is not better than no calibration on the very samples it was fitted to (mean error over slots),
-    nothing is calibrated.
+    Not simply the least calibration error, as in the paper: where about half of the drafts are accepted, a temperature
+    so high that every confidence becomes one half has hardly any, and leaves nothing by which a draft could be told
+    from another. A slot that no round has seen keeps temperature 1. If the whole is not better than no calibration on
+    the very samples it was fitted to (mean error over slots), nothing is calibrated.
     """
     temperatures: list[float] = []
     before_R = np.ones(len(samples.confidence))
@@ -109,7 +110,9 @@ def fit_calibration(samples: ConfidenceSamples) -> Calibration:
 
 
 def _fit_slot(before_R: np.ndarray, logit_R: np.ndarray, accepted_R: np.ndarray) -> float:
-    """The temperature of a slot whose confidences have these logits, before which drafts survive with chance ``before_R``."""
+    """The temperature of a slot whose confidences have these logits, before which drafts survive with chance
+    ``before_R``.
+    """
 
     def cost(temperature: float) -> float:
         survival_R = before_R * _sigmoid(logit_R / temperature)
@@ -128,7 +131,8 @@ def _cross_entropy(predicted: np.ndarray, happened: np.ndarray) -> float:
 
 
 def calibration_error(predicted: np.ndarray, happened: np.ndarray, bins: int = ECE_BINS) -> float:
-    """Expected calibration error: Σ over bins of equal width of share · |mean prediction − mean outcome| (Guo et al. 2017).
+    """Expected calibration error: Σ over bins of equal width of share · |mean prediction − mean outcome| (Guo et al.
+    2017).
 
     NaN without samples. Outcomes may be probabilities.
     """
@@ -152,12 +156,15 @@ def reliability(predicted: np.ndarray, happened: np.ndarray, bins: int = 10) -> 
     """The bins that are not empty, ascending: what a reliability diagram draws."""
     index = _bin_of(predicted, bins)
     counts = np.bincount(index, minlength=bins)
-    means, shares = (np.bincount(index, weights=values, minlength=bins) / np.maximum(counts, 1) for values in (predicted, happened))
+    means, shares = (
+        np.bincount(index, weights=values, minlength=bins) / np.maximum(counts, 1) for values in (predicted, happened)
+    )
     return tuple(ReliabilityBin(float(means[i]), float(shares[i]), int(counts[i])) for i in range(bins) if counts[i])
 
 
 def auroc(score: np.ndarray, happened: np.ndarray) -> float:
-    """Chance that a case that happened has a higher score than one that did not, equal scores counted half. NaN if all are alike.
+    """Chance that a case that happened has a higher score than one that did not, equal scores counted half. NaN if all
+    are alike.
 
     ``happened`` may be probabilities: each case then counts in part on both sides.
     """
@@ -174,7 +181,11 @@ def auroc(score: np.ndarray, happened: np.ndarray) -> float:
 
 def _mean_error(samples: ConfidenceSamples, calibration: Calibration) -> float:
     predicted = samples.survival(calibration)
-    errors = [calibration_error(predicted[seen, k], samples.accepted[seen, k]) for k, seen in enumerate(samples.seen.T) if seen.any()]
+    errors = [
+        calibration_error(predicted[seen, k], samples.accepted[seen, k])
+        for k, seen in enumerate(samples.seen.T)
+        if seen.any()
+    ]
     return float(np.mean(errors)) if errors else 0.0
 
 

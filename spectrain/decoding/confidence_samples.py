@@ -1,7 +1,8 @@
-"""What a confidence head says at the rounds of a simulation, and what becomes of it: the samples that calibration is fitted on.
+"""What a confidence head says at the rounds of a simulation, and what becomes of it: the samples that calibration is
+fitted on.
 
-Rounds of the simulation, not all positions: a round starts where a draft has just failed, where the next one is likelier to fail, too. A
-head that is right on average over all positions would be too sure where it is asked.
+Rounds of the simulation, not all positions: a round starts where a draft has just failed, where the next one is
+likelier to fail, too. A head that is right on average over all positions would be too sure where it is asked.
 
 Legend: L tokens of an answer, R rounds, n draft slots.
 """
@@ -17,8 +18,11 @@ from spectrain.decoding.confidence import Calibration, ConfidenceSamples, calibr
 from spectrain.decoding.simulate import Span, simulate
 
 
-def simulated_samples(span: Span, confidence_Ln: np.ndarray, n: int, rng: np.random.Generator | None = None) -> ConfidenceSamples:
-    """Of the rounds of one answer with n drafts each. ``confidence_Ln``: row i for the anchor at ``span.start + i``, like ``span.accept``.
+def simulated_samples(
+    span: Span, confidence_Ln: np.ndarray, n: int, rng: np.random.Generator | None = None
+) -> ConfidenceSamples:
+    """Of the rounds of one answer with n drafts each. ``confidence_Ln``: row i for the anchor at ``span.start + i``,
+    like ``span.accept``.
 
     Outcomes are the chances that drafts are accepted (0 or 1 when greedy), which say more than one throw of the dice.
     """
@@ -34,13 +38,16 @@ def simulated_samples(span: Span, confidence_Ln: np.ndarray, n: int, rng: np.ran
 def loop_samples(rounds: Sequence[Round], n: int, eos_ids: Sequence[int] = ()) -> ConfidenceSamples:
     """Of rounds that were decoded with up to n drafts each.
 
-    Rounds without confidences, and those that the length limit cut, say nothing; drafts behind an accepted end token were never decided.
+    Rounds without confidences, and those that the length limit cut, say nothing; drafts behind an accepted end token
+    were never decided.
     """
     known = [round_ for round_ in rounds if round_.confidence and not round_.cut]
     confidence_Rn = np.full((len(known), n), 0.5)
     accepted_Rn, seen_Rn = np.zeros((len(known), n)), np.zeros((len(known), n), dtype=bool)
     for row, round_ in enumerate(known):
-        ended = round_.accepted > 0 and round_.drafts[round_.accepted - 1 : round_.accepted] in [(end,) for end in eos_ids]
+        ended = round_.accepted > 0 and round_.drafts[round_.accepted - 1 : round_.accepted] in [
+            (end,) for end in eos_ids
+        ]
         confidence_Rn[row, : round_.drafted] = round_.confidence
         accepted_Rn[row, : round_.accepted] = 1.0
         seen_Rn[row, : round_.accepted if ended else round_.drafted] = True
@@ -51,7 +58,9 @@ def joined(samples: Sequence[ConfidenceSamples]) -> ConfidenceSamples | None:
     """All of them as one; ``None`` if there are none."""
     if not samples:
         return None
-    confidence, accepted, seen = (np.concatenate([getattr(one, name) for one in samples]) for name in ("confidence", "accepted", "seen"))
+    confidence, accepted, seen = (
+        np.concatenate([getattr(one, name) for one in samples]) for name in ("confidence", "accepted", "seen")
+    )
     return ConfidenceSamples(confidence, accepted, seen)
 
 

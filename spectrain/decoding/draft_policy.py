@@ -1,4 +1,6 @@
-"""How many of a round's drafts are verified: all, while their survival is above a threshold, or as many as pay (``scheduler.py``)."""
+"""How many of a round's drafts are verified: all, while their survival is above a threshold, or as many as pay
+(``scheduler.py``).
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ class DraftPolicy(Protocol):
     def lengths(self, confidence_Bn: Tensor, drafted_B: list[int]) -> list[int]:
         """Drafts to keep, at most ``drafted_B[b]`` of row b, from calibrated confidences [B, n].
 
-        Keeping slot j of a row may depend on that row's confidences up to slot j and on other rows, never on a later slot of the same row.
+        Keeping slot j of a row may depend on that row's confidences up to slot j and on other rows, never on a later
+        slot of the same row.
         """
         ...
 

@@ -6,10 +6,11 @@ One round, with the anchor (the last committed token) at position a:
     policy     keeps the leading drafts that are worth verifying (all of them, unless asked otherwise)
     target     runs over [anchor, d_1 … d_n]; row j of its logits is the distribution of slot j + 1
     verify     k drafts are accepted, and one more token follows them (the correction, or the bonus after n)
-    observe    the proposer gets anchor, d_1 … d_k with the taps of that same pass; the new anchor is the token after them
+    observe    the proposer gets anchor, d_1 … d_k with the taps of that same pass; the new anchor is the token after
+               them
 
-Plain decoding is the same loop with no drafts. Rows of a batch accept different counts and leave when they are done. Each prompt has its
-own random stream, so what it is answered does not depend on the prompts beside it.
+Plain decoding is the same loop with no drafts. Rows of a batch accept different counts and leave when they are done.
+Each prompt has its own random stream, so what it is answered does not depend on the prompts beside it.
 
 Legend: B batch, T tokens of one pass, m = drafts + 1, H hidden, A taps, V vocabulary.
 """
@@ -37,7 +38,9 @@ from spectrain.target.model import TargetModel, TargetOutput
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """Answer to one prompt: its ids (the end token included), the rounds that made it, and "stop" (end token) or "length"."""
+    """Answer to one prompt: its ids (the end token included), the rounds that made it, and "stop" (end token) or
+    "length".
+    """
 
     ids: list[int]
     rounds: list[Round]
@@ -84,7 +87,8 @@ def speculative_generate(
         proposer: who drafts; ``None`` decodes plainly (n is then without effect).
         max_new_tokens: per answer, at least 1; one number or one per prompt.
         n: drafts per round.
-        draft_sampling: greedy for argmax drafts (one-hot distribution, lossless at every temperature), else what drafts are drawn from.
+        draft_sampling: greedy for argmax drafts (one-hot distribution, lossless at every temperature), else what drafts
+        are drawn from.
         policy: how many drafts of each row are verified, by the proposer's confidence; ``None``: all.
         batch_size: prompts decoded together; ``None``: all.
         streams: number of each prompt's random stream under ``seed``; ``None``: its index.
@@ -94,7 +98,10 @@ def speculative_generate(
     streams = range(len(prompts)) if streams is None else streams
     if any(len(prompt) == 0 for prompt in prompts) or any(limit < 1 for limit in limits):
         raise ValueError("every prompt needs at least one token, and room for at least one more")
-    rows = [_Row(list(prompt), limit, _generator(seed, stream)) for prompt, limit, stream in zip(prompts, limits, streams, strict=True)]
+    rows = [
+        _Row(list(prompt), limit, _generator(seed, stream))
+        for prompt, limit, stream in zip(prompts, limits, streams, strict=True)
+    ]
     settings = _Settings(0 if proposer is None else n, sampling, draft_sampling, frozenset(eos_ids), on_tokens, policy)
     batch = batch_size or max(len(rows), 1)
     timing = LoopTiming()
@@ -145,21 +152,42 @@ class _Row:
         return kept
 
     def commit_round(
-        self, drafts: list[int], accepted: int, next_token: int, eos_ids: frozenset[int], confidence: tuple[float, ...] = ()
+        self,
+        drafts: list[int],
+        accepted: int,
+        next_token: int,
+        eos_ids: frozenset[int],
+        confidence: tuple[float, ...] = (),
     ) -> None:
         anchor = self.anchor
         kept = self.commit([*drafts[:accepted], next_token], eos_ids)
         accepted = min(kept, accepted)
-        # The text ends on an accepted draft with further slots undecided: a reader of the text cannot tell how many would have been accepted.
+        # The text ends on an accepted draft with further slots undecided: a reader of the text cannot tell how many
+        # would have been accepted.
         cut = self.finish_reason == "length" and kept == accepted < len(drafts)
-        self.rounds.append(Round(anchor=anchor, drafted=len(drafts), accepted=accepted, cut=cut, drafts=tuple(drafts), confidence=confidence))
+        self.rounds.append(
+            Round(
+                anchor=anchor,
+                drafted=len(drafts),
+                accepted=accepted,
+                cut=cut,
+                drafts=tuple(drafts),
+                confidence=confidence,
+            )
+        )
 
 
 class _Batch:
     """Prompts decoded together, from prefill until the last one is done."""
 
-    def __init__(self, target: TargetModel, proposer: Proposer | None, rows: list[_Row], settings: _Settings, timing: LoopTiming) -> None:
-        self.target, self.proposer, self.rows, self.settings, self.timing = target, proposer, rows, settings, timing
+    def __init__(
+        self, target: TargetModel, proposer: Proposer | None, rows: list[_Row], settings: _Settings, timing: LoopTiming
+    ) -> None:
+        self.target = target
+        self.proposer = proposer
+        self.rows = rows
+        self.settings = settings
+        self.timing = timing
         self.taps = () if proposer is None else proposer.taps
         self.cache = open_cache(target, len(rows))
         self.draft_cache = None if proposer is None else proposer.new_cache(len(rows))
@@ -206,7 +234,9 @@ class _Batch:
         return proposal if self.settings.policy is None else _shortened(proposal, self.settings.policy)
 
     def _verify(self, proposal: Proposal) -> tuple[Tensor, TargetOutput, list[int]]:
-        """One pass of the target over anchor and drafts. Returns its tokens, its output, and how many of its tokens each row keeps."""
+        """One pass of the target over anchor and drafts. Returns its tokens, its output, and how many of its tokens
+        each row keeps.
+        """
         lengths = [proposal.ids.shape[1]] * len(self.rows) if proposal.lengths is None else proposal.lengths.tolist()
         longest = max(lengths)
         draft_ids = proposal.ids[:, :longest]
@@ -220,26 +250,37 @@ class _Batch:
         confidence = [[]] * len(self.rows) if proposal.confidence is None else proposal.confidence.tolist()
         before = sum(len(row.answer) for row in self.rows)
         for b, (row, token) in enumerate(zip(self.rows, verdict.next_token.tolist(), strict=True)):
-            row.commit_round(drafts[b][: lengths[b]], accepted[b], token, self.settings.eos_ids, tuple(confidence[b][: lengths[b]]))
+            row.commit_round(
+                drafts[b][: lengths[b]], accepted[b], token, self.settings.eos_ids, tuple(confidence[b][: lengths[b]])
+            )
         self._report(sum(len(row.answer) for row in self.rows) - before)
         counts = [count + 1 for count in accepted]
         self.cache.keep(counts)
         return ids_BT, output, counts
 
-    def _judge(self, draft_ids: Tensor, draft_log_probs: Tensor | None, last_hidden_BmH: Tensor, lengths_B: Tensor | None) -> Verdict:
+    def _judge(
+        self, draft_ids: Tensor, draft_log_probs: Tensor | None, last_hidden_BmH: Tensor, lengths_B: Tensor | None
+    ) -> Verdict:
         uniforms_Bm = None
         if not self.settings.sampling.greedy:
             # n + 1 numbers whatever the longest row drafted: a row's stream must not depend on its neighbours.
-            drawn = torch.stack([torch.rand(self.settings.n + 1, generator=row.generator, dtype=torch.float64) for row in self.rows])
+            drawn = torch.stack(
+                [torch.rand(self.settings.n + 1, generator=row.generator, dtype=torch.float64) for row in self.rows]
+            )
             uniforms_Bm = drawn[:, : draft_ids.shape[1] + 1]
         logits_BmV = self._logits(last_hidden_BmH, lengths_B)
         return verify(draft_ids, draft_log_probs, logits_BmV, self.settings.sampling, uniforms_Bm, lengths_B)
 
     def _logits(self, last_hidden_BmH: Tensor, lengths_B: Tensor | None) -> Tensor:
-        """Logits of anchors and drafts; zeros where a row has no draft, because the head costs as much as many layers."""
+        """Logits of anchors and drafts; zeros where a row has no draft, because the head costs as much as many
+        layers.
+        """
         if lengths_B is None:
             return self.target.logits(last_hidden_BmH)
-        real_Bm = torch.arange(last_hidden_BmH.shape[1], device=last_hidden_BmH.device) <= lengths_B.to(last_hidden_BmH.device)[:, None]
+        real_Bm = (
+            torch.arange(last_hidden_BmH.shape[1], device=last_hidden_BmH.device)
+            <= lengths_B.to(last_hidden_BmH.device)[:, None]
+        )
         logits_RV = self.target.logits(last_hidden_BmH[real_Bm])
         logits_BmV = logits_RV.new_zeros(*real_Bm.shape, logits_RV.shape[-1])
         logits_BmV[real_Bm] = logits_RV
@@ -259,7 +300,9 @@ class _Batch:
         if self.proposer is not None and alive:
             longest = max(counts)
             shown_taps = None if taps_BTAH is None else taps_BTAH[:, :longest]
-            self.proposer.observe(self.draft_cache, ids_BT[:, :longest], shown_taps, torch.tensor(counts, device=ids_BT.device))
+            self.proposer.observe(
+                self.draft_cache, ids_BT[:, :longest], shown_taps, torch.tensor(counts, device=ids_BT.device)
+            )
 
     def _report(self, tokens: int) -> None:
         if self.settings.on_tokens is not None:

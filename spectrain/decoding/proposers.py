@@ -1,7 +1,8 @@
 """What the decoding loop needs of anything that drafts, and drafting by n-gram lookup.
 
-A proposer sees verified tokens (``observe``) and guesses what follows them (``propose``), as a drafter does inside a server. A trained
-drafter satisfies the protocol itself; n-gram lookup shows that a proposer needs no target features at all.
+A proposer sees verified tokens (``observe``) and guesses what follows them (``propose``), as a drafter does inside a
+server. A trained drafter satisfies the protocol itself; n-gram lookup shows that a proposer needs no target features at
+all.
 
 Legend: B batch, T tokens, A taps, H hidden, n draft tokens, V vocabulary of the target.
 """
@@ -24,12 +25,13 @@ from spectrain.errors import ConfigError
 class Proposal:
     """The drafts of one round.
 
-    ids: [B, n'] with n' ≤ the n asked for. log_probs: log-probabilities [B, n', V] in the target's vocabulary that each draft was drawn from, or
-    ``None`` when the drafts were chosen, not drawn (a one-hot distribution). lengths: [B] drafts per row when rows differ (the rest of a row is
-    padding), or ``None`` when every row has n'.
+    ids: [B, n'] with n' ≤ the n asked for. log_probs: log-probabilities [B, n', V] in the target's vocabulary that each
+    draft was drawn from, or ``None`` when the drafts were chosen, not drawn (a one-hot distribution). lengths: [B]
+    drafts per row when rows differ (the rest of a row is padding), or ``None`` when every row has n'.
 
-    confidence: [B, n'] in (0, 1), how likely each draft is accepted if those before it do (calibrated, where the drafter has been), or ``None``.
-    Entry j is made from what is known before draft j is chosen: otherwise cutting drafts short by it would change the distribution of the output.
+    confidence: [B, n'] in (0, 1), how likely each draft is accepted if those before it do (calibrated, where the
+    drafter has been), or ``None``. Entry j is made from what is known before draft j is chosen: otherwise cutting
+    drafts short by it would change the distribution of the output.
     """
 
     ids: Tensor
@@ -58,12 +60,19 @@ class Proposer(Protocol):
         """
         ...
 
-    def propose(self, cache: Any, anchor_B: Tensor, n: int, sampling: SamplingParams, generators: Sequence[torch.Generator] | None = None) -> Proposal:
+    def propose(
+        self,
+        cache: Any,
+        anchor_B: Tensor,
+        n: int,
+        sampling: SamplingParams,
+        generators: Sequence[torch.Generator] | None = None,
+    ) -> Proposal:
         """Drafts for the n tokens after the anchor, the last committed token, whose own taps do not exist yet.
 
-        A greedy ``sampling`` asks for argmax drafts (``Proposal.log_probs`` is ``None``); any other asks for drafts drawn from the drafter's distribution
-        under the same temperature and truncation. Row b then draws from ``generators[b]`` alone (on the CPU), so that what it drafts does
-        not depend on the other rows.
+        A greedy ``sampling`` asks for argmax drafts (``Proposal.log_probs`` is ``None``); any other asks for drafts
+        drawn from the drafter's distribution under the same temperature and truncation. Row b then draws from
+        ``generators[b]`` alone (on the CPU), so that what it drafts does not depend on the other rows.
         """
         ...
 
@@ -73,10 +82,12 @@ class Proposer(Protocol):
 
 
 class NGramProposer:
-    """Prompt lookup (Saxena 2023, https://github.com/apoorvumang/prompt-lookup-decoding): the text itself is the drafter.
+    """Prompt lookup (Saxena 2023, https://github.com/apoorvumang/prompt-lookup-decoding): the text itself is the
+    drafter.
 
-    The longest suffix of ``ngram_max`` … ``ngram_min`` tokens that occurred before is looked up; its most recent earlier occurrence is read
-    on from there. A row without a match drafts nothing, and a match near the end of the text drafts fewer than n.
+    The longest suffix of ``ngram_max`` … ``ngram_min`` tokens that occurred before is looked up; its most recent
+    earlier occurrence is read on from there. A row without a match drafts nothing, and a match near the end of the text
+    drafts fewer than n.
     """
 
     taps: tuple[int, ...] = ()
@@ -84,7 +95,8 @@ class NGramProposer:
     def __init__(self, ngram_max: int = 4, ngram_min: int = 2) -> None:
         if not 1 <= ngram_min <= ngram_max:
             raise ConfigError(f"ngram_min={ngram_min} must lie between 1 and ngram_max={ngram_max}")
-        self.ngram_max, self.ngram_min = ngram_max, ngram_min
+        self.ngram_max = ngram_max
+        self.ngram_min = ngram_min
 
     def new_cache(self, batch_size: int) -> list[list[int]]:
         return [[] for _ in range(batch_size)]
@@ -94,18 +106,27 @@ class NGramProposer:
             text.extend(ids[:length])
 
     def propose(
-        self, cache: list[list[int]], anchor_B: Tensor, n: int, sampling: SamplingParams, generators: Sequence[torch.Generator] | None = None
+        self,
+        cache: list[list[int]],
+        anchor_B: Tensor,
+        n: int,
+        sampling: SamplingParams,
+        generators: Sequence[torch.Generator] | None = None,
     ) -> Proposal:
         drafts = [self.lookup([*text, anchor], n) for text, anchor in zip(cache, anchor_B.tolist(), strict=True)]
         lengths = [len(draft) for draft in drafts]
-        ids_Bn = torch.tensor([draft + [0] * (n - len(draft)) for draft in drafts], dtype=torch.long).reshape(len(drafts), n)
+        ids_Bn = torch.tensor([draft + [0] * (n - len(draft)) for draft in drafts], dtype=torch.long).reshape(
+            len(drafts), n
+        )
         return Proposal(ids=ids_Bn.to(anchor_B.device), lengths=torch.tensor(lengths, device=anchor_B.device))
 
     def select(self, cache: list[list[int]], rows: Tensor) -> list[list[int]]:
         return [cache[row] for row in rows.tolist()]
 
     def lookup(self, text: Sequence[int], n: int) -> list[int]:
-        """At most n tokens that followed the most recent earlier occurrence of the longest repeated suffix of ``text``."""
+        """At most n tokens that followed the most recent earlier occurrence of the longest repeated suffix of
+        ``text``.
+        """
         ids = np.asarray(text, dtype=np.int64)
         for size in range(min(self.ngram_max, len(ids) - 1), self.ngram_min - 1, -1):
             windows = np.lib.stride_tricks.sliding_window_view(ids[:-1], size)  # ends before the suffix itself

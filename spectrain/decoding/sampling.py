@@ -15,7 +15,9 @@ from spectrain.errors import ConfigError
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a token is drawn from logits: temperature first, then top-k, then top-p over what top-k left (as transformers and vLLM do)."""
+    """How a token is drawn from logits: temperature first, then top-k, then top-p over what top-k left (as transformers
+    and vLLM do).
+    """
 
     temperature: float = 0.0  # 0: greedy, the other two are then without effect
     top_p: float = 1.0
@@ -38,10 +40,11 @@ GREEDY = SamplingParams()
 
 
 def truncated_log_probs(logits: Tensor, sampling: SamplingParams) -> Tensor:
-    """Log-probabilities [..., V] of the sampling distribution: -inf outside what temperature, top-k and top-p leave, normalised over the rest.
+    """Log-probabilities [..., V] of the sampling distribution: -inf outside what temperature, top-k and top-p leave,
+    normalised over the rest.
 
-    Computed in float32 (float64 stays float64). Tokens that tie with the last one kept are kept too, so that the distribution does not depend on the
-    order in which a sort happens to leave equal logits.
+    Computed in float32 (float64 stays float64). Tokens that tie with the last one kept are kept too, so that the
+    distribution does not depend on the order in which a sort happens to leave equal logits.
     """
     if sampling.greedy:
         one_hot = torch.full_like(logits, float("-inf"), dtype=_work_dtype(logits))
@@ -63,8 +66,8 @@ def truncated_log_probs(logits: Tensor, sampling: SamplingParams) -> Tensor:
 def sample(weights_BV: Tensor, uniforms_B: Tensor) -> Tensor:
     """Token [B] drawn by inverse transform from unnormalised weights [B, V] with uniforms in [0, 1).
 
-    The running sum is taken in float64: over 150,000 tokens float32 would shift probabilities by more than the smallest of them.
-    A token of weight zero is never drawn. Rows must have some positive weight.
+    The running sum is taken in float64: over 150,000 tokens float32 would shift probabilities by more than the smallest
+    of them. A token of weight zero is never drawn. Rows must have some positive weight.
     """
     cumulative_BV = weights_BV.double().cumsum(-1)
     total_B = cumulative_BV[:, -1]

@@ -1,14 +1,16 @@
-"""The hardware-aware prefix scheduler: verify as many drafts as pay on this machine, with these requests, now (the DSpark paper).
+"""The hardware-aware prefix scheduler: verify as many drafts as pay on this machine, with these requests, now (the
+DSpark paper).
 
-A step of the loop commits, in expectation, τ = Σ over rows (1 + Σ over kept slots of their survival) tokens, and takes longer the more
-tokens the target's pass holds. So (row, slot) pairs are admitted in descending order of survival, as long as tokens per second,
-τ · steps_per_s(batch tokens), keep rising. A small batch, whose pass is bound by reading weights, gets long drafts; a full one gets only
-those that are nearly certain.
+A step of the loop commits, in expectation, τ = Σ over rows (1 + Σ over kept slots of their survival) tokens, and takes
+longer the more tokens the target's pass holds. So (row, slot) pairs are admitted in descending order of survival, as
+long as tokens per second, τ · steps_per_s(batch tokens), keep rising. A small batch, whose pass is bound by reading
+weights, gets long drafts; a full one gets only those that are nearly certain.
 
-**The first fall ends it, even if throughput would rise again further on.** A later pair may be the next slot of the same row, whose
-confidence depends on the draft in the slot under decision: looking there before deciding would make the kept drafts a biased sample, and
-verification would no longer return the target's distribution. Admitting in descending order and stopping at once decides each slot from what lies
-before it (survival falls along a row, so a row's slots come in order), and leaves the distribution as it was.
+**The first fall ends it, even if throughput would rise again further on.** A later pair may be the next slot of the
+same row, whose confidence depends on the draft in the slot under decision: looking there before deciding would make the
+kept drafts a biased sample, and verification would no longer return the target's distribution. Admitting in descending
+order and stopping at once decides each slot from what lies before it (survival falls along a row, so a row's slots come
+in order), and leaves the distribution as it was.
 
 The cost of a step is measured once, on the machine at hand, before the first prompt, and saved with the results.
 
@@ -40,9 +42,11 @@ _REPEATS, _ENOUGH_S = 5, 2.0  # of each measurement: so many, fewer where they t
 
 @dataclass(frozen=True)
 class StepCost:
-    """Seconds of one step of the loop: drafting by the number of rows, the target's pass by the number of its tokens (anchors and drafts).
+    """Seconds of one step of the loop: drafting by the number of rows, the target's pass by the number of its tokens
+    (anchors and drafts).
 
-    Curves are pairs of (count, seconds), ascending; between the counts seconds are interpolated, outside the last slope goes on.
+    Curves are pairs of (count, seconds), ascending; between the counts seconds are interpolated, outside the last slope
+    goes on.
     """
 
     verify: tuple[tuple[int, float], ...]
@@ -109,7 +113,10 @@ class _Bench:
     """Batches with some random text behind them; one of each size is filled, once."""
 
     def __init__(self, target: TargetModel, proposer: Proposer, rows: int, n: int, seed: int) -> None:
-        self.target, self.proposer, self.rows, self.n = target, proposer, rows, n
+        self.target = target
+        self.proposer = proposer
+        self.rows = rows
+        self.n = n
         generator = torch.Generator().manual_seed(seed)
         ids_BT = torch.randint(target.spec.vocab_size, (rows, CONTEXT_TOKENS + n + 1), generator=generator)
         self.ids_BT = ids_BT.to(target.device)
@@ -124,7 +131,9 @@ class _Bench:
         # A pass over more tokens that is faster is noise.
         verify_s = np.maximum.accumulate([self.verify_s(count) for count in counts]).tolist()
         draft_s = np.maximum.accumulate([self.draft_s(count) for count in row_counts]).tolist()
-        return StepCost(verify=tuple(zip(counts, verify_s, strict=True)), draft=tuple(zip(row_counts, draft_s, strict=True)))
+        return StepCost(
+            verify=tuple(zip(counts, verify_s, strict=True)), draft=tuple(zip(row_counts, draft_s, strict=True))
+        )
 
     def verify_s(self, tokens: int) -> float:
         """The target's pass, its logits and the verdict, over so many tokens spread evenly over the rows."""

@@ -1,13 +1,15 @@
 """The simulation: the acceptance a server would measure, from one teacher-forced pass and without a server.
 
-A text the target generated already holds every outcome of verification. Stand on its first generated token and look at the drafts there:
-slot j is accepted with probability min(1, p_j(x) / q_j(x)), where x is the text's own token, p the drafter's and q the target's distribution of it.
-Stop at the first failure or after n slots, jump over the accepted tokens and the correction (or bonus) token after them, and look again.
+A text the target generated already holds every outcome of verification. Stand on its first generated token and look at
+the drafts there: slot j is accepted with probability min(1, p_j(x) / q_j(x)), where x is the text's own token, p the
+drafter's and q the target's distribution of it. Stop at the first failure or after n slots, jump over the accepted
+tokens and the correction (or bonus) token after them, and look again.
 
-Why that is exact: speculative sampling emits token x as an accepted draft with probability p(x)·min(1, q(x)/p(x)) = min(p(x), q(x)), and
-emits it at all with probability q(x). Given x, the chance that it was an accepted draft is therefore min(1, p(x)/q(x)). At temperature 0
-this is 1 where the drafter's argmax is x, else 0, and the simulation's rounds are the loop's, one by one; so they are for argmax drafts at any
-temperature, whose p is one-hot. Averages over uniformly drawn anchors, or products of per-position means, are not what a server measures.
+Why that is exact: speculative sampling emits token x as an accepted draft with probability p(x)·min(1, q(x)/p(x)) =
+min(p(x), q(x)), and emits it at all with probability q(x). Given x, the chance that it was an accepted draft is
+therefore min(1, p(x)/q(x)). At temperature 0 this is 1 where the drafter's argmax is x, else 0, and the simulation's
+rounds are the loop's, one by one; so they are for argmax drafts at any temperature, whose p is one-hot. Averages over
+uniformly drawn anchors, or products of per-position means, are not what a server measures.
 
 Legend: D spans, L tokens of the longest span, K or n draft slots.
 """
@@ -27,9 +29,10 @@ from spectrain.decoding.acceptance import Round
 class Span:
     """One answer of a text, ready to simulate.
 
-    start: position in the text of the answer's first token. accept: [L, K], row i for the anchor at ``start + i``, column j - 1 the
-    probability (or truth) that slot j there accepts the text's token at ``start + i + j``; entries beyond the answer are ignored, L is the
-    answer's length. stopped: the answer ended with its own end token, not at the length limit.
+    start: position in the text of the answer's first token. accept: [L, K], row i for the anchor at ``start + i``,
+    column j - 1 the probability (or truth) that slot j there accepts the text's token at ``start + i + j``; entries
+    beyond the answer are ignored, L is the answer's length. stopped: the answer ended with its own end token, not at
+    the length limit.
     """
 
     start: int
@@ -58,18 +61,24 @@ class ExpectedAcceptance:
 
 
 def acceptance_probability(draft_log_probs: Tensor, target_log_probs: Tensor) -> Tensor:
-    """min(1, p(x) / q(x)), elementwise, from the two log-probabilities of the text's own token x. Where q(x) = 0, the ratio counts as 0."""
+    """min(1, p(x) / q(x)), elementwise, from the two log-probabilities of the text's own token x. Where q(x) = 0, the
+    ratio counts as 0.
+    """
     return (draft_log_probs - target_log_probs).clamp(max=0.0).exp().masked_fill(target_log_probs.isneginf(), 0.0)
 
 
 def supervised_spans(loss_mask: np.ndarray) -> list[tuple[int, int]]:
-    """(first, past-the-last) positions of each run of generated tokens: one simulation each, since every answer starts with a prefill."""
+    """(first, past-the-last) positions of each run of generated tokens: one simulation each, since every answer starts
+    with a prefill.
+    """
     edges = np.flatnonzero(np.diff(np.concatenate(([0], np.asarray(loss_mask, dtype=np.int8), [0]))))
     return [(int(first), int(past)) for first, past in zip(edges[::2], edges[1::2], strict=True)]
 
 
 def simulate(span: Span, n: int, rng: np.random.Generator | None = None) -> list[Round]:
-    """Rounds of one span with n drafts each. ``rng`` decides slots whose probability is neither 0 nor 1; the greedy simulate needs none."""
+    """Rounds of one span with n drafts each. ``rng`` decides slots whose probability is neither 0 nor 1; the greedy
+    simulate needs none.
+    """
     length, slots = span.accept.shape
     _check_slots(n, slots)
     last = length - 1
@@ -89,9 +98,11 @@ def simulate(span: Span, n: int, rng: np.random.Generator | None = None) -> list
 
 
 def expected_acceptance(spans: Sequence[Span], n: int) -> ExpectedAcceptance:
-    """The simulation's sums in expectation, exactly, by carrying the probability that a round starts at each token from left to right.
+    """The simulation's sums in expectation, exactly, by carrying the probability that a round starts at each token from
+    left to right.
 
-    Spares the sampling noise of ``simulate`` at temperature > 0; for truths instead of probabilities the two agree. O(L·n) steps for all spans.
+    Spares the sampling noise of ``simulate`` at temperature > 0; for truths instead of probabilities the two agree.
+    O(L·n) steps for all spans.
     """
     if not spans:
         return ExpectedAcceptance(0.0, np.zeros(n))
@@ -103,7 +114,9 @@ def expected_acceptance(spans: Sequence[Span], n: int) -> ExpectedAcceptance:
         row[: len(span.accept)] = span.accept[:, :n]
     left_DL = lengths_D[:, None] - 1 - np.arange(longest)  # tokens after each anchor, hence slots that can be seen
     seen_DLn = np.arange(n) < left_DL[..., None]
-    survival_DLn = np.cumprod(np.where(seen_DLn, accept_DLn, 0.0), axis=-1)  # P(at least j + 1 drafts are accepted), 0 beyond the text
+    survival_DLn = np.cumprod(
+        np.where(seen_DLn, accept_DLn, 0.0), axis=-1
+    )  # P(at least j + 1 drafts are accepted), 0 beyond the text
 
     # All visible drafts are accepted and more were drafted: cut by the length limit, unless the text ended by itself.
     all_stand_DL = np.take_along_axis(survival_DLn, left_DL.clip(1, n)[..., None] - 1, axis=-1)[..., 0]
@@ -112,7 +125,9 @@ def expected_acceptance(spans: Sequence[Span], n: int) -> ExpectedAcceptance:
 
     reach_DL = np.zeros((len(spans), longest + n + 1))  # P(some round starts at this token)
     reach_DL[:, 0] = 1.0
-    exactly_DLm = -np.diff(survival_DLn, axis=-1, prepend=1.0, append=0.0)  # P(exactly k drafts are accepted), k = 0 … n
+    exactly_DLm = -np.diff(
+        survival_DLn, axis=-1, prepend=1.0, append=0.0
+    )  # P(exactly k drafts are accepted), k = 0 … n
     for anchor in range(longest):
         reach_DL[:, anchor + 1 : anchor + n + 2] += reach_DL[:, anchor, None] * exactly_DLm[:, anchor]
     reach_DL = np.where(left_DL > 0, reach_DL[:, :longest], 0.0)
@@ -123,7 +138,9 @@ def expected_acceptance(spans: Sequence[Span], n: int) -> ExpectedAcceptance:
 
 
 def expected_acceptance_by_length(spans: Sequence[Span], max_n: int) -> list[ExpectedAcceptance]:
-    """Expected sums for n = 1 … max_n drafts a round (element n - 1): how many tokens to draft, from the same numbers."""
+    """Expected sums for n = 1 … max_n drafts a round (element n - 1): how many tokens to draft, from the same
+    numbers.
+    """
     return [expected_acceptance(spans, n) for n in range(1, max_n + 1)]
 
 

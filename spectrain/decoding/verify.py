@@ -1,12 +1,14 @@
 """Accept or reject drafts so that the output keeps the target's distribution.
 
 Speculative sampling (Leviathan et al. 2023, https://arxiv.org/abs/2211.17192, algorithm 1; Chen et al. 2023,
-https://arxiv.org/abs/2302.01318): with p the drafter's distribution and q the target's, draft d is accepted with probability
-min(1, q(d) / p(d)); the first rejected slot is drawn again from the residual (q - p)+, normalised; if no slot is rejected, a bonus token
-comes from q at the position after the last draft. The output then has exactly the distribution q, whatever p is.
+https://arxiv.org/abs/2302.01318): with p the drafter's distribution and q the target's, draft d is accepted with
+probability min(1, q(d) / p(d)); the first rejected slot is drawn again from the residual (q - p)+, normalised; if no
+slot is rejected, a bonus token comes from q at the position after the last draft. The output then has exactly the
+distribution q, whatever p is.
 
-Greedy decoding is no special case: temperature 0 makes q one-hot, argmax drafts make p one-hot, and the same rule becomes "accept while
-the draft is the target's argmax". Everything here is a pure function of tensors; randomness enters as uniforms that the caller drew.
+Greedy decoding is no special case: temperature 0 makes q one-hot, argmax drafts make p one-hot, and the same rule
+becomes "accept while the draft is the target's argmax". Everything here is a pure function of tensors; randomness
+enters as uniforms that the caller drew.
 
 Legend: B batch, n draft tokens, V vocabulary.
 """
@@ -23,14 +25,12 @@ from spectrain.decoding.sampling import SamplingParams, sample, truncated_log_pr
 
 @dataclass(frozen=True)
 class Verdict:
-    """Outcome of one round. ``accepted`` [B]: leading accepted drafts; ``next_token`` [B]: the correction or the bonus after them."""
+    """Outcome of one round. ``accepted`` [B]: leading accepted drafts; ``next_token`` [B]: the correction or the bonus
+    after them.
+    """
 
     accepted: Tensor
     next_token: Tensor
-
-
-
-
 
 
 def verify(
@@ -45,10 +45,13 @@ def verify(
 
     Args:
         draft_ids_Bn: the drafts d_1 … d_n.
-        draft_log_probs_BnV: the distribution each draft was drawn from, normalised; ``None``: the drafts were chosen, not drawn (one-hot distribution).
-        target_logits_BmV: m = n + 1 rows; row j is the target's prediction of slot j + 1 given the anchor and the drafts before.
+        draft_log_probs_BnV: the distribution each draft was drawn from, normalised; ``None``: the drafts were chosen,
+        not drawn (one-hot distribution).
+        target_logits_BmV: m = n + 1 rows; row j is the target's prediction of slot j + 1 given the anchor and the
+        drafts before.
         distribution: the target's sampling distribution.
-        uniforms_Bm: n + 1 uniforms in [0, 1): the first to draw the next token by, then one per slot to accept by. Not needed when greedy.
+        uniforms_Bm: n + 1 uniforms in [0, 1): the first to draw the next token by, then one per slot to accept by. Not
+        needed when greedy.
         lengths_B: how many drafts each row has, when rows differ; slots beyond count as not drafted.
 
     Returns:
@@ -59,14 +62,17 @@ def verify(
     if uniforms_Bm is None:
         if not sampling.greedy:
             raise ValueError("verify needs uniforms when the distribution is not greedy")
-        uniforms_Bm = torch.zeros(batch, n + 1, device=device)  # with one-hot distributions every uniform decides the same
+        uniforms_Bm = torch.zeros(
+            batch, n + 1, device=device
+        )  # with one-hot distributions every uniform decides the same
     uniforms_Bm = uniforms_Bm.to(device)
     log_q_BmV = truncated_log_probs(target_logits_BmV, sampling)
     rows_B = torch.arange(batch, device=device)
     drafted_B = torch.full((batch,), n, device=device) if lengths_B is None else lengths_B.to(device)
 
     q_draft_Bn = log_q_BmV[:, :n].gather(-1, draft_ids_Bn[..., None])[..., 0].exp()
-    # u < q / p, written without the division. Uniforms stay in their own precision: rounding to float32 could give u = 1.
+    # u < q / p, written without the division. Uniforms stay in their own precision: rounding to float32 could give u =
+    # 1.
     bar_Bn = uniforms_Bm[:, 1 : n + 1]
     if draft_log_probs_BnV is not None:
         bar_Bn = bar_Bn * draft_log_probs_BnV.gather(-1, draft_ids_Bn[..., None])[..., 0].exp()
@@ -86,9 +92,8 @@ def verify(
         residual_BV.scatter_(-1, refused_B1, 0.0)
     else:
         residual_BV.sub_(draft_log_probs_BnV[rows_B, slot_B].exp()).clamp_(min=0.0)
-    # Where p equals q up to rounding, a rejection can leave an empty residual; the distribution of such a slot is q itself.
+    # Where p equals q up to rounding, a rejection can leave an empty residual; the distribution of such a slot is q
+    # itself.
     use_residual_B = rejected_B & (residual_BV.sum(-1) > 0)
     weights_BV = torch.where(use_residual_B[:, None], residual_BV, q_BV)
     return Verdict(accepted_B, sample(weights_BV, uniforms_Bm[:, 0]))
-
-

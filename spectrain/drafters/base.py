@@ -1,7 +1,8 @@
-"""What every drafter offers: losses for training, scores for the simulation, and a cache with ``observe`` and ``propose`` for decoding.
+"""What every drafter offers: losses for training, scores for the simulation, and a cache with ``observe`` and
+``propose`` for decoding.
 
-``observe`` and ``propose`` mirror what a server does with a drafter: verified tokens enter with the target's features, and drafting
-leaves no trace.
+``observe`` and ``propose`` mirror what a server does with a drafter: verified tokens enter with the target's features,
+and drafting leaves no trace.
 """
 
 from __future__ import annotations
@@ -32,11 +33,12 @@ Advance = Callable[[float], None]  # told how much more of some work is done
 class DraftScores:
     """What one teacher-forced pass says about every anchor of a batch. R anchors, K slots.
 
-    ``anchor_R`` are flat positions in the batch: the token there is committed, slot j (from 1) drafts the token j places behind it.
-    ``accept_RK`` is the probability that the server accepts the document's own token there, given that all slots before it were
+    ``anchor_R`` are flat positions in the batch: the token there is committed, slot j (from 1) drafts the token j
+    places behind it. ``accept_RK`` is the probability that the server accepts the document's own token there, given
+    that all slots before it were
     accepted: min(1, p/q); at temperature 0 it is 0 or 1. Slots beyond the document hold 0.
-    ``confidence_RK``: what a confidence head says of the same slots, in (0, 1) and before calibration, given the document's own tokens
-    before them; None without such a head.
+    ``confidence_RK``: what a confidence head says of the same slots, in (0, 1) and before calibration, given the
+    document's own tokens before them; None without such a head.
     """
 
     anchor_R: Tensor
@@ -62,9 +64,11 @@ class DrafterShape(Protocol):
 
 
 class Drafter(nn.Module, ABC):
-    """Base of all drafters, and a ``Proposer``. ``vocab``: the tokens it can draft; ``taps``: the target's layers it reads, ascending.
+    """Base of all drafters, and a ``Proposer``. ``vocab``: the tokens it can draft; ``taps``: the target's layers it
+    reads, ascending.
 
-    ``body`` holds the parameters, under the names they have in the drafter's folder. ``loss`` and ``attention`` matter to training only.
+    ``body`` holds the parameters, under the names they have in the drafter's folder. ``loss`` and ``attention`` matter
+    to training only.
     """
 
     taps: tuple[int, ...]
@@ -79,10 +83,14 @@ class Drafter(nn.Module, ABC):
         super().__init__()
         if (len(vocab.ids_D), vocab.target_size) != (shape.draft_vocab_size, shape.target_vocab_size):
             raise ValueError(
-                f"the vocabulary keeps {len(vocab.ids_D)} of {vocab.target_size} tokens, the shape says {shape.draft_vocab_size}"
+                f"the vocabulary keeps {len(vocab.ids_D)} of {vocab.target_size} tokens, the shape says "
+                f"{shape.draft_vocab_size}"
             )
         self.shape: Any = shape
-        self.vocab, self.taps, self.loss, self.attention = vocab, shape.taps, loss or LossConfig(), attention
+        self.vocab = vocab
+        self.taps = shape.taps
+        self.loss = loss or LossConfig()
+        self.attention = attention
         self.register_buffer("draft_ids_D", vocab.ids_D.clone(), persistent=False)
         self.register_buffer("target_to_draft_V", vocab.target_to_draft(), persistent=False)
 
@@ -117,7 +125,8 @@ class Drafter(nn.Module, ABC):
         return self.body.lm_head.weight if self.shape.owns_head else self.head.lm_head_weight
 
     def attach(self, head: TargetHead) -> Drafter:
-        """Lend the target's embedding and head, which a drafter shares and never owns. Needed before ``observe`` and ``propose``.
+        """Lend the target's embedding and head, which a drafter shares and never owns. Needed before ``observe`` and
+        ``propose``.
 
         Raises InputError where the drafter came with another embedding or head.
         """
@@ -162,21 +171,36 @@ class Drafter(nn.Module, ABC):
 
     @abstractmethod
     def closed_form_init(self, batches: Batches, advance: Advance = lambda percent: None) -> int:
-        """Solve for closed-form initialisation on training documents; returns the places of the text used, 0 if it cannot be solved."""
+        """Solve for closed-form initialisation on training documents; returns the places of the text used, 0 if it
+        cannot be solved.
+        """
 
     @abstractmethod
-    def score(self, batch: PackedBatch, num_tokens: int, sampling: SamplingParams, draft_sampling: SamplingParams) -> DraftScores:
-        """Acceptance of the document's own tokens under the target's sampling distribution, teacher forced (input of the simulation)."""
+    def score(
+        self, batch: PackedBatch, num_tokens: int, sampling: SamplingParams, draft_sampling: SamplingParams
+    ) -> DraftScores:
+        """Acceptance of the document's own tokens under the target's sampling distribution, teacher forced (input of
+        the simulation).
+        """
 
     @abstractmethod
     def new_cache(self, batch_size: int) -> Any: ...
 
     @abstractmethod
     def observe(self, cache: Any, ids_BT: Tensor, taps_BTAH: Tensor | None, lengths_B: Tensor) -> None:
-        """Take in verified tokens and the target's taps at the same positions. Rows are padded on the right; row b has ``lengths_B[b]``."""
+        """Take in verified tokens and the target's taps at the same positions. Rows are padded on the right; row b has
+        ``lengths_B[b]``.
+        """
 
     @abstractmethod
-    def propose(self, cache: Any, anchor_B: Tensor, n: int, sampling: SamplingParams, generators: Sequence[torch.Generator] | None = None) -> Proposal:
+    def propose(
+        self,
+        cache: Any,
+        anchor_B: Tensor,
+        n: int,
+        sampling: SamplingParams,
+        generators: Sequence[torch.Generator] | None = None,
+    ) -> Proposal:
         """Draft n tokens behind the committed ``anchor_B``, whose taps do not exist yet. Leaves the cache as it was.
 
         A greedy ``sampling`` drafts argmax; any other draws, row b from ``generators[b]`` alone.

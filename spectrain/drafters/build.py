@@ -1,8 +1,9 @@
 """A drafter from its configuration, and how it starts.
 
-With a few hundred documents, where a drafter starts decides how far it gets. Parts of the target that do nearly the same job are copied:
-the head's rows, the final norm, and the last layer's MLP. All gains are plain in a drafter, whatever the family's convention. Then
-``autoregressive/eagle3_init.py`` solves for the rest in closed form, if the configuration says so (``drafter.init``).
+With a few hundred documents, where a drafter starts decides how far it gets. Parts of the target that do nearly the
+same job are copied: the head's rows, the final norm, and the last layer's MLP. All gains are plain in a drafter,
+whatever the family's convention. Then ``autoregressive/eagle3_init.py`` solves for the rest in closed form, if the
+configuration says so (``drafter.init``).
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from spectrain.target.head import TargetHead
 from spectrain.target.spec import TargetSpec
 
 _INIT_STD = 0.02
-# Frequencies of one plain rotary embedding. Partial and multi-axis settings of a target describe its own heads, not the drafter's.
+# Frequencies of one plain rotary embedding. Partial and multi-axis settings of a target describe its own heads, not the
+# drafter's.
 _ROPE_KEYS = frozenset(
     (
         "rope_type",
@@ -55,13 +57,16 @@ def layer_shape(config: DrafterConfig, spec: TargetSpec) -> LayerShape:
     heads = config.num_attention_heads or spec.num_attention_heads
     kv_heads = config.num_key_value_heads or min(spec.num_key_value_heads, heads)
     if heads % kv_heads:
-        raise ConfigError(f"drafter.num_attention_heads={heads} must be a multiple of drafter.num_key_value_heads={kv_heads}")
+        raise ConfigError(
+            f"drafter.num_attention_heads={heads} must be a multiple of drafter.num_key_value_heads={kv_heads}"
+        )
     head_dim = config.head_dim or spec.head_dim
     if head_dim % 2:
         raise ConfigError(f"drafter.head_dim={head_dim} must be even: rotary positions turn pairs")
     rope = {key: value for key, value in spec.rope_parameters.items() if key in _ROPE_KEYS}
     return LayerShape(
-        layer_type=config.layer_type or ("qwen3" if config.is_block or spec.model_type.startswith("qwen3") else "llama"),
+        layer_type=config.layer_type
+        or ("qwen3" if config.is_block or spec.model_type.startswith("qwen3") else "llama"),
         hidden_size=spec.hidden_size,
         intermediate_size=config.intermediate_size or spec.intermediate_size,
         num_attention_heads=heads,
@@ -80,7 +85,8 @@ def resolve_taps(config: DrafterConfig, spec: TargetSpec) -> tuple[int, ...]:
     beyond = [tap for tap in taps if tap > spec.num_layers]
     if beyond:
         raise ConfigError(
-            f"drafter.taps={list(taps)}: {beyond[0]} lies beyond the last layer; the target has {spec.num_layers} layers, "
+            f"drafter.taps={list(taps)}: {beyond[0]} lies beyond the last layer; the target has {spec.num_layers} "
+            f"layers, "
             f"so taps run from 0 to {spec.num_layers}"
         )
     return tuple(taps)
@@ -105,7 +111,13 @@ def drafter_shape(config: DrafterConfig, spec: TargetSpec, mask_token_id: int = 
 
 
 def build_drafter(
-    config: DrafterConfig, spec: TargetSpec, vocab: DraftVocab, head: TargetHead, target_folder: Path, seed: int = 0, mask_token_id: int = 0
+    config: DrafterConfig,
+    spec: TargetSpec,
+    vocab: DraftVocab,
+    head: TargetHead,
+    target_folder: Path,
+    seed: int = 0,
+    mask_token_id: int = 0,
 ) -> Drafter:
     """A fresh drafter, initialised and attached to the target's head. Deterministic in ``seed``; float32."""
     shape = drafter_shape(config, spec, mask_token_id)
@@ -126,9 +138,11 @@ def build_drafter(
 
 
 def continue_drafter(config: DrafterConfig, head: TargetHead, usual_taps: Sequence[int] | None = None) -> Drafter:
-    """The drafter in ``config.path``, ready to be trained on: how it is trained is the configuration's, all else is the folder's.
+    """The drafter in ``config.path``, ready to be trained on: how it is trained is the configuration's, all else is the
+    folder's.
 
-    ``usual_taps``: as in ``folder.load_drafter``. Float32 whatever it was stored in: small updates of 16-bit weights would round away.
+    ``usual_taps``: as in ``folder.load_drafter``. Float32 whatever it was stored in: small updates of 16-bit weights
+    would round away.
     """
     drafter = load_drafter(Path(config.path or "").expanduser(), usual_taps)
     drafter.float().train()

@@ -18,7 +18,9 @@ _START_SLOTS = 64
 
 
 class KeyValueCache:
-    """Per layer keys and values [B, capacity, G, d]; row b holds ``columns_B[b]`` columns, what lies behind them is scratch."""
+    """Per layer keys and values [B, capacity, G, d]; row b holds ``columns_B[b]`` columns, what lies behind them is
+    scratch.
+    """
 
     def __init__(self, layer: LayerShape, num_layers: int, batch_size: int, weight: Tensor) -> None:
         """``weight`` lends its type and device."""
@@ -45,4 +47,6 @@ def draft_uniforms(generators: Sequence[torch.Generator] | None, n: int, like: A
     """[B, n] numbers that drafts are drawn by, each row from its own stream, on the device of ``like``."""
     if generators is None:
         raise ValueError("sampled drafts need a random generator per row")
-    return torch.stack([torch.rand(n, generator=generator, dtype=torch.float64) for generator in generators]).to(like.device)
+    return torch.stack([torch.rand(n, generator=generator, dtype=torch.float64) for generator in generators]).to(
+        like.device
+    )

@@ -1,9 +1,11 @@
-"""The drafter's folder: ``config.json`` and ``model.safetensors`` in the speculators layout, which is what vLLM serves as it is.
+"""The drafter's folder: ``config.json`` and ``model.safetensors`` in the speculators layout, which is what vLLM serves
+as it is.
 
-There is no converter between training and serving: parameters carry vLLM's names, every switch whose default differs between writers and
-readers is written out, ids of taps are written unchanged (the residual stream after so many layers). Facts of training that a server
-ignores stand under ``spectrain``. Weights are stored in the type they were trained in, so reading a folder gives the same bits. Folders
-that others wrote are read through ``layouts.py``, which turns their layouts into this one.
+There is no converter between training and serving: parameters carry vLLM's names, every switch whose default differs
+between writers and readers is written out, ids of taps are written unchanged (the residual stream after so many
+layers). Facts of training that a server ignores stand under ``spectrain``. Weights are stored in the type they were
+trained in, so reading a folder gives the same bits. Folders that others wrote are read through ``layouts.py``, which
+turns their layouts into this one.
 """
 
 from __future__ import annotations
@@ -89,9 +91,11 @@ def add_metadata(folder: Path, facts: dict[str, Any]) -> None:
 
 
 def read_shape(folder: str | Path, usual_taps: Sequence[int] | None = None) -> DrafterShape:
-    """What a drafter folder's ``config.json`` says of its drafter: taps, dimensions, vocabulary sizes. Reads no weights.
+    """What a drafter folder's ``config.json`` says of its drafter: taps, dimensions, vocabulary sizes. Reads no
+    weights.
 
-    ``usual_taps``: what an EAGLE-3 drafter of another writer reads that does not say so (the target's ``default_taps``).
+    ``usual_taps``: what an EAGLE-3 drafter of another writer reads that does not say so (the target's
+    ``default_taps``).
 
     Raises InputError naming the file, and the field that is missing or makes no sense.
     """
@@ -136,12 +140,15 @@ def _read_config(folder: Path, usual_taps: Sequence[int] | None = None) -> dict[
     if not isinstance(config, dict):
         raise InputError(f"{path} describes no drafter: it is no JSON object")
     if (folder / _MASK_EMBEDDING).is_file():
-        raise InputError(f"{folder / _MASK_EMBEDDING}: this version reads drafters whose mask is a token of the target alone")
+        raise InputError(
+            f"{folder / _MASK_EMBEDDING}: this version reads drafters whose mask is a token of the target alone"
+        )
     config = standard_config(config, str(path), usual_taps)
     kind = config.get("speculators_model_type")
     if str(kind) not in _LAYOUTS:
         raise InputError(
-            f"{path}: speculators_model_type is {kind!r}; this version reads {', '.join(_LAYOUTS)} drafters in the speculators layout"
+            f"{path}: speculators_model_type is {kind!r}; this version reads {', '.join(_LAYOUTS)} drafters in the "
+            f"speculators layout"
         )
     return config
 
@@ -156,7 +163,9 @@ def _shape_from_config(config: dict[str, Any], folder: Path) -> DrafterShape:
     except KeyError as error:
         raise InputError(f"{folder / CONFIG}: field {error} is missing") from None
     except (TypeError, ValueError, AttributeError) as error:
-        raise InputError(f"{folder / CONFIG} describes no drafter ({error}): name a folder that fit has written") from None
+        raise InputError(
+            f"{folder / CONFIG} describes no drafter ({error}): name a folder that fit has written"
+        ) from None
 
 
 def _build(config: dict[str, Any], shape: DrafterShape, vocab: DraftVocab, folder: Path) -> Drafter:
@@ -167,7 +176,9 @@ def _build(config: dict[str, Any], shape: DrafterShape, vocab: DraftVocab, folde
             raise ValueError(f"spectrain is {facts!r}, it must be a section with fields")
         return _layout(config).build(shape, vocab, facts)
     except (TypeError, ValueError, RuntimeError) as error:  # the last for sizes that no machine holds
-        raise InputError(f"{folder / CONFIG} describes no drafter ({error}): name a folder that fit has written") from None
+        raise InputError(
+            f"{folder / CONFIG} describes no drafter ({error}): name a folder that fit has written"
+        ) from None
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
@@ -175,7 +186,8 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
     if not path.is_file():
         raise InputError(f"{path} is missing (only safetensors are read, in one file)")
     try:
-        # Copied, because kernels sum in another order where a tensor does not begin at a whole cache line, as in a mapped file.
+        # Copied, because kernels sum in another order where a tensor does not begin at a whole cache line, as in a
+        # mapped file.
         return {name: tensor.clone() for name, tensor in load_file(path).items()}
     except (SafetensorError, OSError) as error:
         raise InputError(f"{path} cannot be read as safetensors: {error}") from None
@@ -184,18 +196,26 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
 def _vocab(d2t: Tensor | None, shape: DrafterShape, folder: Path) -> DraftVocab:
     if not shape.owns_head:
         if d2t is not None and bool(d2t.any()):
-            raise InputError(f"{folder / WEIGHTS}: tensor 'd2t' moves ids, but draft_vocab_size is the target's whole vocabulary")
+            raise InputError(
+                f"{folder / WEIGHTS}: tensor 'd2t' moves ids, but draft_vocab_size is the target's whole vocabulary"
+            )
         return full_vocab(shape.target_vocab_size)
     if d2t is None:
-        raise InputError(f"{folder / WEIGHTS}: tensor 'd2t' is missing, but draft_vocab_size is smaller than the target's vocabulary")
+        raise InputError(
+            f"{folder / WEIGHTS}: tensor 'd2t' is missing, but draft_vocab_size is smaller than the target's vocabulary"
+        )
     if d2t.is_floating_point():
         raise InputError(f"{folder / WEIGHTS}: tensor 'd2t' is of type {d2t.dtype}, it must hold whole numbers")
     if tuple(d2t.shape) != (shape.draft_vocab_size,):
-        raise InputError(f"{folder / WEIGHTS}: tensor 'd2t' has {tuple(d2t.shape)}, draft_vocab_size says {shape.draft_vocab_size}")
+        raise InputError(
+            f"{folder / WEIGHTS}: tensor 'd2t' has {tuple(d2t.shape)}, draft_vocab_size says {shape.draft_vocab_size}"
+        )
     vocab = vocab_from_d2t(d2t, shape.target_vocab_size)
     ids_D = vocab.ids_D
     if int(ids_D.min()) < 0 or int(ids_D.max()) >= shape.target_vocab_size or not bool((ids_D.diff() > 0).all()):
-        raise InputError(f"{folder / WEIGHTS}: tensor 'd2t' does not give ascending ids of a vocabulary of {shape.target_vocab_size}")
+        raise InputError(
+            f"{folder / WEIGHTS}: tensor 'd2t' does not give ascending ids of a vocabulary of {shape.target_vocab_size}"
+        )
     return vocab
 
 
@@ -205,12 +225,18 @@ def _check_tensors(expected: dict[str, Tensor], found: dict[str, Tensor], path: 
             raise InputError(f"{path}: tensor '{name}' is missing")
         if found[name].shape != tensor.shape:
             raise InputError(
-                f"{path}: tensor '{name}' has shape {tuple(found[name].shape)}, the configuration asks for {tuple(tensor.shape)}"
+                f"{path}: tensor '{name}' has shape {tuple(found[name].shape)}, the configuration asks for "
+                f"{tuple(tensor.shape)}"
             )
         if found[name].dtype not in _DTYPES:
-            raise InputError(f"{path}: tensor '{name}' is of type {found[name].dtype}, this version reads {', '.join(map(str, _DTYPES))}")
+            raise InputError(
+                f"{path}: tensor '{name}' is of type {found[name].dtype}, this version reads "
+                f"{', '.join(map(str, _DTYPES))}"
+            )
         if not bool(found[name].isfinite().all()):
-            raise InputError(f"{path}: tensor '{name}' holds values that are not finite: the drafter is broken, write it again")
+            raise InputError(
+                f"{path}: tensor '{name}' holds values that are not finite: the drafter is broken, write it again"
+            )
     extra = sorted(set(found) - set(expected))
     if extra:
         raise InputError(f"{path}: tensor '{extra[0]}' belongs to no part of this drafter")

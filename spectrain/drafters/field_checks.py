@@ -1,5 +1,5 @@
-"""What the fields of a drafter's description must satisfy. A drafter's shape is checked where it is made, so that nobody computes with
-one that makes no sense, whoever wrote it.
+"""What the fields of a drafter's description must satisfy. A drafter's shape is checked where it is made, so that
+nobody computes with one that makes no sense, whoever wrote it.
 
 Each raises ValueError that names the field as a drafter's ``config.json`` does, and says what it must be.
 """
@@ -39,7 +39,9 @@ def check_sizes(shape: DrafterShape) -> None:
     whole(shape.num_layers, "num_hidden_layers")
     whole(shape.target_vocab_size, "vocab_size")
     if whole(shape.draft_vocab_size, "draft_vocab_size") > shape.target_vocab_size:
-        raise ValueError(f"draft_vocab_size is {shape.draft_vocab_size}, more than the target's {shape.target_vocab_size}")
+        raise ValueError(
+            f"draft_vocab_size is {shape.draft_vocab_size}, more than the target's {shape.target_vocab_size}"
+        )
     taps = [whole(tap, "a layer that is read", least=0) for tap in shape.taps]
     if not taps or taps != sorted(set(taps)):
         raise ValueError(f"the layers that are read are {taps}, there must be some, and they must ascend")

@@ -1,16 +1,18 @@
 """Drafter folders as others write them, turned into the one layout that the rest of the package knows.
 
-``config.json`` of any known layout becomes that of the speculators layout with every switch written out, tensors get the names they have
-there. Both happen here and nowhere else, so each convention for layer ids is converted once:
+``config.json`` of any known layout becomes that of the speculators layout with every switch written out, tensors get
+the names they have there. Both happen here and nowhere else, so each convention for layer ids is converted once:
 
     layout                          recognised by                    ids of the taps
     speculators (and spectrain)     speculators_model_type           (eagle_)aux_hidden_state_layer_ids: as ours
     z-lab DFlash, DFlash2           DFlash(2)DraftModel              dflash_config.target_layer_ids: ours - 1
     DeepSpec DSpark                 Qwen3DSparkModel                 target_layer_ids: ours - 1
-    EAGLE, SpecForge, AngelSlim     LlamaForCausalLMEagle3           eagle_aux_hidden_state_layer_ids: as ours, as vLLM reads them
+    EAGLE, SpecForge, AngelSlim     LlamaForCausalLMEagle3           eagle_aux_hidden_state_layer_ids: as ours, as vLLM
+                                    reads them
 
-Our id is the number of layers behind which the residual stream is read. Where a field is missing, the default is the one with which vLLM
-serves such a folder; where a field asks for something that this package does not compute, reading ends with an error that names it.
+Our id is the number of layers behind which the residual stream is read. Where a field is missing, the default is the
+one with which vLLM serves such a folder; where a field asks for something that this package does not compute, reading
+ends with an error that names it.
 """
 
 from __future__ import annotations
@@ -33,7 +35,11 @@ _BLOCK_ARCHITECTURES = {
     "Qwen3DSparkModel": "dspark",
     "DSparkDraftModel": "dspark",  # DeepSpec's name while training
 }
-_EAGLE3_ARCHITECTURES = {"LlamaForCausalLMEagle3": "llama", "Eagle3LlamaForCausalLM": "llama", "Eagle3Qwen3ForCausalLM": "qwen3"}
+_EAGLE3_ARCHITECTURES = {
+    "LlamaForCausalLMEagle3": "llama",
+    "Eagle3LlamaForCausalLM": "llama",
+    "Eagle3Qwen3ForCausalLM": "qwen3",
+}
 EAGLE3_TAPS, BLOCK_TAPS = "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids"
 # What vLLM takes where a folder in the speculators layout is silent.
 _SPECULATORS_DEFAULTS: dict[str, dict[str, Any]] = {
@@ -43,7 +49,11 @@ _SPECULATORS_DEFAULTS: dict[str, dict[str, Any]] = {
     "dspark": {"sample_from_anchor": False, "markov_head_type": "vanilla"},
 }
 _DFLASH2_FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-_DSPARK_DEFAULTS = {"markov_head_type": "vanilla", "enable_confidence_head": False, "confidence_head_with_markov": False}
+_DSPARK_DEFAULTS = {
+    "markov_head_type": "vanilla",
+    "enable_confidence_head": False,
+    "confidence_head_with_markov": False,
+}
 _EAGLE3_DRAFTS = 3  # a round, where a layout has no field for it
 _LLAMA_THETA = 10000.0
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -75,9 +85,11 @@ def standard_config(config: dict[str, Any], where: str, usual_taps: Sequence[int
     Args:
         config: the content of ``config.json``.
         where: its name, for errors.
-        usual_taps: what a drafter reads that does not say which layers: the target's 2, N//2 and N-3. None: such a drafter keeps no taps.
+        usual_taps: what a drafter reads that does not say which layers: the target's 2, N//2 and N-3. None: such a
+        drafter keeps no taps.
 
-    Raises InputError, naming ``where`` and the field that is missing, makes no sense or asks for what this package does not compute.
+    Raises InputError, naming ``where`` and the field that is missing, makes no sense or asks for what this package does
+    not compute.
     """
     if "speculators_model_type" in config or "speculators_config" in config:
         standard = _from_speculators(config, where)
@@ -89,13 +101,16 @@ def standard_config(config: dict[str, Any], where: str, usual_taps: Sequence[int
 
 
 def standard_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors under the names of the speculators layout. EAGLE's only layer is called ``midlayer``; ``t2d`` says nothing beyond ``d2t``."""
+    """Tensors under the names of the speculators layout. EAGLE's only layer is called ``midlayer``; ``t2d`` says
+    nothing beyond ``d2t``.
+    """
     return {name.replace("midlayer.", "layers.0.", 1): tensor for name, tensor in tensors.items() if name != "t2d"}
 
 
 @dataclass(frozen=True)
 class Copies:
-    """Matrices of the target that a drafter's file carries along. A drafter borrows them from its target, so they must be the same.
+    """Matrices of the target that a drafter's file carries along. A drafter borrows them from its target, so they must
+    be the same.
 
     ``path``: the file, for errors. ``tensors``: by the names they have there.
     """
@@ -105,15 +120,21 @@ class Copies:
 
     @classmethod
     def taken_from(cls, tensors: dict[str, Tensor], owns_head: bool, path: str) -> Copies:
-        """Moves them out of ``tensors``. ``owns_head``: the lm_head there is the drafter's own, of a reduced vocabulary."""
+        """Moves them out of ``tensors``. ``owns_head``: the lm_head there is the drafter's own, of a reduced
+        vocabulary.
+        """
         names = [name for name in (_EMBEDDING, *(() if owns_head else (_HEAD,))) if name in tensors]
         return cls(path, {name: tensors.pop(name) for name in names})
 
     def check(self, head: TargetHead) -> None:
-        """Raises InputError where one is not the target's, up to rounding: such a drafter computes what this package does not."""
+        """Raises InputError where one is not the target's, up to rounding: such a drafter computes what this package
+        does not.
+        """
         for name, ours in ((_EMBEDDING, head.embed_weight), (_HEAD, head.lm_head_weight)):
             if name in self.tensors and not _same(self.tensors[name], ours):
-                raise InputError(f"{self.path}: tensor '{name}' is not the target's: this version reads drafters that share it")
+                raise InputError(
+                    f"{self.path}: tensor '{name}' is not the target's: this version reads drafters that share it"
+                )
 
 
 def _same(theirs: Tensor, ours: Tensor) -> bool:
@@ -127,7 +148,7 @@ def _same(theirs: Tensor, ours: Tensor) -> bool:
     return difference <= _ROUNDING**2 * total
 
 
-# --- the speculators layout ---------------------------------------------------------------------------------------------------------
+# --- the speculators layout ----------------------------------------------------------------------------------------
 
 
 def _from_speculators(config: dict[str, Any], where: str) -> dict[str, Any]:
@@ -137,7 +158,10 @@ def _from_speculators(config: dict[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(layer, dict) or str(kind) not in _SPECULATORS_DEFAULTS:
         return standard  # whoever reads it says what is wrong
     _refuse_unknown_arithmetic(config, layer, where=where)
-    standard["transformer_layer_config"] = {**layer, "rope_parameters": _rope(layer, where, _LLAMA_THETA if kind == "eagle3" else None)}
+    standard["transformer_layer_config"] = {
+        **layer,
+        "rope_parameters": _rope(layer, where, _LLAMA_THETA if kind == "eagle3" else None),
+    }
     if "hidden_size" in layer:
         _refuse_other_width(config.get("target_hidden_size"), layer["hidden_size"], where)
     name = EAGLE3_TAPS if kind == "eagle3" else BLOCK_TAPS
@@ -148,7 +172,7 @@ def _from_speculators(config: dict[str, Any], where: str) -> dict[str, Any]:
     return standard
 
 
-# --- flat layouts, recognised by their architecture -----------------------------------------------------------------------------------
+# --- flat layouts, recognised by their architecture ----------------------------------------------------------------
 
 
 def _from_architecture(config: dict[str, Any], where: str) -> dict[str, Any]:
@@ -158,7 +182,9 @@ def _from_architecture(config: dict[str, Any], where: str) -> dict[str, Any]:
         return _from_eagle3(config, _EAGLE3_ARCHITECTURES[name], where)
     if name not in _BLOCK_ARCHITECTURES:
         known = ", ".join((*_BLOCK_ARCHITECTURES, *_EAGLE3_ARCHITECTURES))
-        raise InputError(f"{where} is no drafter's: it has no speculators_model_type, and its architecture {name} is none of {known}")
+        raise InputError(
+            f"{where} is no drafter's: it has no speculators_model_type, and its architecture {name} is none of {known}"
+        )
     method = _BLOCK_ARCHITECTURES[name]
     return _from_dspark(config, where) if method == "dspark" else _from_dflash(config, method, where)
 
@@ -188,7 +214,9 @@ def _from_dflash(config: dict[str, Any], method: str, where: str) -> dict[str, A
         "sliding_window_non_causal": not causal,
     }
     if nested.get("sample_from_anchor"):
-        raise InputError(f"{where}: dflash_config.sample_from_anchor is true, but only dspark drafts from the anchor's slot")
+        raise InputError(
+            f"{where}: dflash_config.sample_from_anchor is true, but only dspark drafts from the anchor's slot"
+        )
     if method == "dflash2":
         standard |= {name: _count(nested, name, where, "dflash_config.") for name in _DFLASH2_FIELDS}
     return standard
@@ -201,7 +229,10 @@ def _from_dspark(config: dict[str, Any], where: str) -> dict[str, Any]:
     block, from_anchor = _count(fields, "block_size", where), bool(config.get("sample_from_anchor", True))
     layer, causal = _block_layer(config, nested, where)
     if causal != (layer["use_sliding_window"]):
-        raise InputError(f"{where}: its attention is {'' if causal else 'not '}causal, but a dspark drafter's is exactly where it slides")
+        raise InputError(
+            f"{where}: its attention is {'' if causal else 'not '}causal, but a dspark drafter's is exactly where it "
+            f"slides"
+        )
     return _base(config, "dspark", block if from_anchor else block - 1, layer, where) | {
         BLOCK_TAPS: _block_taps(config, nested, where),
         "mask_token_id": _mask(config, nested, where),
@@ -253,7 +284,9 @@ def _block_layer(config: dict[str, Any], nested: dict[str, Any], where: str) -> 
     sliding = sliding or bool(nested.get("use_swa"))
     window = nested.get("swa_window_size") or config.get("sliding_window")
     if sliding and not window:
-        raise InputError(f"{where}: its layers slide, but neither dflash_config.swa_window_size nor sliding_window says how far")
+        raise InputError(
+            f"{where}: its layers slide, but neither dflash_config.swa_window_size nor sliding_window says how far"
+        )
     causal = next((value for value in (config.get("is_causal"), nested.get("causal")) if value is not None), None)
     if causal is None:
         causal = "sliding_attention" in kinds  # dflash_config.use_swa alone leaves a block bidirectional
@@ -267,28 +300,36 @@ def _layer_types(config: dict[str, Any], num_layers: int, where: str) -> set[str
     kinds = config.get("layer_types")
     if kinds:
         if not isinstance(kinds, list) or any(kind not in ("sliding_attention", "full_attention") for kind in kinds):
-            raise InputError(f"{where}: layer_types is {kinds!r}, this version reads sliding_attention and full_attention alone")
+            raise InputError(
+                f"{where}: layer_types is {kinds!r}, this version reads sliding_attention and full_attention alone"
+            )
         return set(kinds)
     slides = config.get("use_sliding_window") and config.get("sliding_window")
     first = _count({"max_window_layers": 28, **config}, "max_window_layers", where, least=0) if slides else num_layers
     return {"sliding_attention" if index >= first else "full_attention" for index in range(num_layers)}
 
 
-# --- single fields ------------------------------------------------------------------------------------------------------------------
+# --- single fields -------------------------------------------------------------------------------------------------
 
 
 def _block_taps(config: dict[str, Any], nested: dict[str, Any], where: str) -> list[int]:
-    """Taps of a flat block configuration. Both places for its ids count layers from 0: the layer whose output is read."""
+    """Taps of a flat block configuration. Both places for its ids count layers from 0: the layer whose output
+    is read.
+    """
     if config.get(EAGLE3_TAPS):
         return _taps(config[EAGLE3_TAPS], 0, EAGLE3_TAPS, where)
     for section, field in ((nested, "dflash_config.target_layer_ids"), (config, "target_layer_ids")):
         if section.get("target_layer_ids"):
             return _taps(section["target_layer_ids"], 1, field, where)
-    raise InputError(f"{where}: field 'target_layer_ids' is missing: it says which layers of the target the drafter reads")
+    raise InputError(
+        f"{where}: field 'target_layer_ids' is missing: it says which layers of the target the drafter reads"
+    )
 
 
 def _taps(ids: Any, offset: int, field: str, where: str) -> list[int]:
-    """Our ids: layers behind which the residual stream is read. Engines put the taps into ascending order, so no other can be meant."""
+    """Our ids: layers behind which the residual stream is read. Engines put the taps into ascending order, so no other
+    can be meant.
+    """
     if not isinstance(ids, list | tuple) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
         raise InputError(f"{where}: {field} is {ids!r}, it must be a list of layers")
     taps = [i + offset for i in ids]
@@ -320,7 +361,9 @@ def _section(config: dict[str, Any], name: str, where: str) -> dict[str, Any]:
 
 
 def _rope(layer: dict[str, Any], where: str, default_theta: float | None) -> dict[str, Any]:
-    """``rope_parameters`` as transformers 5 has them, also from the ``rope_theta`` and ``rope_scaling`` of older releases."""
+    """``rope_parameters`` as transformers 5 has them, also from the ``rope_theta`` and ``rope_scaling`` of older
+    releases.
+    """
     found = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
     if not isinstance(found, dict) or any(isinstance(value, dict) for value in found.values()):
         raise InputError(f"{where}: rope_parameters is {found!r}: this version reads one set of them for all layers")
@@ -339,7 +382,8 @@ def _rope(layer: dict[str, Any], where: str, default_theta: float | None) -> dic
 def _refuse_other_width(target_width: Any, width: Any, where: str) -> None:
     if target_width is not None and target_width != width:
         raise InputError(
-            f"{where}: target_hidden_size is {target_width}, hidden_size {width}: this version reads drafters as wide as their target"
+            f"{where}: target_hidden_size is {target_width}, hidden_size {width}: this version reads drafters as wide "
+            f"as their target"
         )
 
 
@@ -347,4 +391,6 @@ def _refuse_unknown_arithmetic(*sections: dict[str, Any], where: str) -> None:
     for section in sections:
         for name, values in _ONLY.items():
             if name in section and section[name] not in values:
-                raise InputError(f"{where}: {name} is {section[name]!r}, this version reads drafters with {values[0]!r} alone")
+                raise InputError(
+                    f"{where}: {name} is {section[name]!r}, this version reads drafters with {values[0]!r} alone"
+                )

@@ -14,7 +14,9 @@ MLP_NORMS = ("pre_feedforward_layernorm.weight", "post_attention_layernorm.weigh
 
 
 def read_layer(head: TargetHead, folder: Path, index: int, parts: tuple[str, ...]) -> dict[str, Tensor]:
-    """Tensors of layer ``index`` whose names inside the layer begin with one of ``parts``; empty where the checkpoint has other names."""
+    """Tensors of layer ``index`` whose names inside the layer begin with one of ``parts``; empty where the checkpoint
+    has other names.
+    """
     reader = CheckpointReader(folder)
     family = head.math.family
     for prefix in family.prefixes:
@@ -30,8 +32,12 @@ def mlp_norm(layer: dict[str, Tensor]) -> Tensor | None:
     return next((layer[name] for name in MLP_NORMS if name in layer), None)
 
 
-def copy_weights(module: nn.Module, prefix: str, names: tuple[str, ...], layer: dict[str, Tensor], offset: float = 0.0) -> bool:
-    """Copy weights of submodules from ``prefix.name`` of a layer, if all are there with the same shapes; whether that was so."""
+def copy_weights(
+    module: nn.Module, prefix: str, names: tuple[str, ...], layer: dict[str, Tensor], offset: float = 0.0
+) -> bool:
+    """Copy weights of submodules from ``prefix.name`` of a layer, if all are there with the same shapes; whether that
+    was so.
+    """
     pairs = [(getattr(module, name).weight, layer.get(f"{prefix}.{name}.weight")) for name in names]
     if any(found is None or found.shape != own.shape for own, found in pairs):
         return False

@@ -1,4 +1,6 @@
-"""A drafter's decoder layers as a Hugging Face configuration, in both directions: what ``transformer_layer_config`` of a folder holds."""
+"""A drafter's decoder layers as a Hugging Face configuration, in both directions: what ``transformer_layer_config`` of
+a folder holds.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def to_layer_config(shape: DrafterShape) -> dict[str, Any]:
         "hidden_act": "silu",
         "rms_norm_eps": layer.rms_norm_eps,
         "rope_parameters": layer.rope_parameters,
-        "rope_theta": layer.rope_parameters.get("rope_theta", _ROPE_THETA_DEFAULT),  # where releases before rope_parameters look
+        "rope_theta": layer.rope_parameters.get(
+            "rope_theta", _ROPE_THETA_DEFAULT
+        ),  # where releases before rope_parameters look
         "max_position_embeddings": layer.max_position_embeddings,
         "vocab_size": shape.target_vocab_size,
         "attention_bias": False,
@@ -37,7 +41,10 @@ def from_layer_config(config: dict[str, Any]) -> LayerShape:
     """Raises KeyError for a field that is missing, ValueError for a type of layer that is not known."""
     if config["model_type"] not in ("llama", "qwen3"):
         raise ValueError(f"its layer is of type {config['model_type']!r}, known are llama and qwen3")
-    rope = config.get("rope_parameters") or {"rope_type": "default", "rope_theta": config.get("rope_theta", _ROPE_THETA_DEFAULT)}
+    rope = config.get("rope_parameters") or {
+        "rope_type": "default",
+        "rope_theta": config.get("rope_theta", _ROPE_THETA_DEFAULT),
+    }
     return LayerShape(
         layer_type=config["model_type"],
         hidden_size=config["hidden_size"],

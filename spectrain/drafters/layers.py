@@ -1,7 +1,8 @@
-"""The pieces of a decoder layer, shared by every drafter. Names are those of Llama and Qwen3 checkpoints, which is what vLLM loads.
+"""The pieces of a decoder layer, shared by every drafter. Names are those of Llama and Qwen3 checkpoints, which is what
+vLLM loads.
 
-Shapes: x_..H; heads are split as [N, T, hd] by the attention functions. All norms are plain RMS norms (``w * x / rms``): a drafter
-never carries a family's (1 + w) convention.
+Shapes: x_..H; heads are split as [N, T, hd] by the attention functions. All norms are plain RMS norms (``w * x /
+rms``): a drafter never carries a family's (1 + w) convention.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class LayerShape:
         positive(self.rope_parameters.get("rope_theta"), "rope_theta")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
-                f"num_attention_heads={self.num_attention_heads} is no multiple of num_key_value_heads={self.num_key_value_heads}"
+                f"num_attention_heads={self.num_attention_heads} is no multiple of "
+                f"num_key_value_heads={self.num_key_value_heads}"
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}, it must be even: rotary positions turn pairs")
@@ -55,7 +57,9 @@ class LayerShape:
 
 
 class RMSNorm(nn.Module):
-    """``weight * x / sqrt(mean(x²) + eps)``, computed in float32. First tokens of a document reach 10⁴ times the median."""
+    """``weight * x / sqrt(mean(x²) + eps)``, computed in float32. First tokens of a document reach 10⁴ times the
+    median.
+    """
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -64,14 +68,17 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype) * self.weight.to(x.dtype)
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype) * self.weight.to(
+            x.dtype
+        )
 
 
 class Rotary:
     """Rotary phases, always in float32: rounding ``inv_freq`` to bf16 shifts late positions by whole radians.
 
-    Not a module on purpose: ``module.to(bfloat16)`` must not reach the frequencies. Scaled variants (llama3, yarn, linear) come from
-    transformers' own table, so that the drafter turns by the same phases as vLLM. ValueError for a variant that is unknown or incomplete.
+    Not a module on purpose: ``module.to(bfloat16)`` must not reach the frequencies. Scaled variants (llama3, yarn,
+    linear) come from transformers' own table, so that the drafter turns by the same phases as vLLM. ValueError for a
+    variant that is unknown or incomplete.
     """
 
     def __init__(self, shape: LayerShape) -> None:
@@ -88,7 +95,8 @@ class Rotary:
         if str(kind) not in ROPE_INIT_FUNCTIONS:
             raise ValueError(f"rope_type is {kind!r}, known are default, {', '.join(ROPE_INIT_FUNCTIONS)}")
         try:
-            config = LlamaConfig(  # of one head: it refuses heads that do not divide hidden_size, and head_dim is all that matters
+            # of one head: it refuses heads that do not divide hidden_size, and head_dim is all that matters
+            config = LlamaConfig(
                 hidden_size=shape.head_dim,
                 num_attention_heads=1,
                 head_dim=shape.head_dim,
@@ -102,7 +110,9 @@ class Rotary:
             raise ValueError(f"rope_parameters of rope_type {kind!r} give frequencies that are not finite")
 
     def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Positions [...] -> cos and sin [..., hd] in float32 (float64 phases are never needed: positions are below 2²⁴)."""
+        """Positions [...] -> cos and sin [..., hd] in float32 (float64 phases are never needed: positions are below
+        2²⁴).
+        """
         self.inv_freq = self.inv_freq.to(positions.device)
         phase = positions.float()[..., None] * self.inv_freq
         phase = torch.cat([phase, phase], dim=-1)
@@ -117,7 +127,9 @@ def rotate(x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class Projections(nn.Module):
-    """q, k, v and o of one attention, with rotary phases and, for Qwen3, norms per head. Returns heads as [..., T, N, hd]."""
+    """q, k, v and o of one attention, with rotary phases and, for Qwen3, norms per head. Returns heads as [..., T, N,
+    hd].
+    """
 
     def __init__(self, shape: LayerShape, input_size: int) -> None:
         super().__init__()

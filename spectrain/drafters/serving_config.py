@@ -1,7 +1,8 @@
-"""What a server has to be told of a drafter: read from the ``config.json`` of a folder or of a Hub repository, without its weights.
+"""What a server has to be told of a drafter: read from the ``config.json`` of a folder or of a Hub repository, without
+its weights.
 
-vLLM guesses the method of a drafter from its path where it is not told, so a run directory's name could change it; here it always comes
-from the drafter's own configuration.
+vLLM guesses the method of a drafter from its path where it is not told, so a run directory's name could change it; here
+it always comes from the drafter's own configuration.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from spectrain.files import digest_strings, file_digest
 
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
 _ASK_S = 10.0
-# Methods whose j-th draft does not depend on how many follow it, so that a shorter round is the beginning of a longer one.
+# Methods whose j-th draft does not depend on how many follow it, so that a shorter round is the beginning of a longer
+# one.
 _AUTOREGRESSIVE = frozenset({"eagle3"})
 # What vLLM calls a method that it runs as a variant of another, and what it has to be told besides.
 _VARIANTS: dict[str, dict[str, Any]] = {
@@ -31,10 +33,12 @@ _VARIANTS: dict[str, dict[str, Any]] = {
 class ServingConfig:
     """A drafter as a server sees it.
 
-    path: the folder, or the Hub id. revision: commit of a Hub repository. method: as in the configuration (eagle3, dflash, …).
-    num_speculative_tokens: the number of drafts it asks for. most_tokens: more than so many it cannot draft; None: no limit. target,
-    target_revision: what it was trained for, where that is known. vocab_size, hidden_size, last_tap: of that target; last_tap is the
-    deepest layer whose output is read.
+    path: the folder, or the Hub id. revision: commit of a Hub repository. method: as in the configuration (eagle3,
+    dflash, …).
+    num_speculative_tokens: the number of drafts it asks for. most_tokens: more than so many it cannot draft; None: no
+    limit. target,
+    target_revision: what it was trained for, where that is known. vocab_size, hidden_size, last_tap: of that target;
+    last_tap is the deepest layer whose output is read.
     """
 
     path: str
@@ -77,7 +81,9 @@ def read_serving_config(path: str) -> ServingConfig:
 
 def _read(file: Path) -> dict[str, Any]:
     if not file.is_file():
-        raise InputError(f"{file.parent} holds no drafter ({_CONFIG} is missing): name a folder that fit has written, or a Hub id")
+        raise InputError(
+            f"{file.parent} holds no drafter ({_CONFIG} is missing): name a folder that fit has written, or a Hub id"
+        )
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -100,13 +106,17 @@ def _fetch(repo: str) -> Path:
         raise InputError(f"drafter.path={repo} is no folder, and no name that the Hub could have: correct it") from None
     except Exception as error:  # network, disk and Hub errors of many types
         reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise InputError(f"drafter.path={repo} is no folder here, and the Hub gives no {_CONFIG} of it ({reason}): correct it") from error
+        raise InputError(
+            f"drafter.path={repo} is no folder here, and the Hub gives no {_CONFIG} of it ({reason}): correct it"
+        ) from error
 
 
 def _from_config(config: dict[str, Any], path: str, revision: str | None, where: str) -> ServingConfig:
     config = standard_config(config, where)
     if not isinstance(config.get("speculators_config"), dict):
-        raise InputError(f"{where} is not in the speculators layout (it has no speculators_config): only such drafters are served")
+        raise InputError(
+            f"{where} is not in the speculators layout (it has no speculators_config): only such drafters are served"
+        )
     try:
         speculation, layer = config["speculators_config"], config["transformer_layer_config"]
         verifier, method = speculation["verifier"], config["speculators_model_type"]

@@ -1,10 +1,12 @@
 """Acceptance of a document's own tokens, for the simulation.
 
-At temperature 0 a slot is accepted iff the drafter's argmax is the document's token. At temperature > 0 the document was drawn
-from the target's truncated distribution q, and the server would accept its token with probability min(1, p/q); a drafter that proposes its arg
-max has a one-hot p, which makes that probability 0 or 1 again. Chunked like the losses: no [tokens, vocabulary] is ever whole.
+At temperature 0 a slot is accepted iff the drafter's argmax is the document's token. At temperature > 0 the document
+was drawn from the target's truncated distribution q, and the server would accept its token with probability min(1,
+p/q); a drafter that proposes its arg max has a one-hot p, which makes that probability 0 or 1 again. Chunked like the
+losses: no [tokens, vocabulary] is ever whole.
 
-Legend: U teacher positions, K steps, C positions of a chunk, S predictions, H hidden, D draft vocabulary, V target vocabulary.
+Legend: U teacher positions, K steps, C positions of a chunk, S predictions, H hidden, D draft vocabulary, V target
+vocabulary.
 """
 
 from __future__ import annotations
@@ -32,19 +34,25 @@ def accept_probability(
     sampling: SamplingParams,
     draft_sampling: SamplingParams,
 ) -> Tensor:
-    """float32 [K, U]: probability that student k's slot accepts ``token_U`` (target ids). ``vocab`` None: the drafter knows all tokens.
+    """float32 [K, U]: probability that student k's slot accepts ``token_U`` (target ids). ``vocab`` None: the drafter
+    knows all tokens.
 
     ``draft_sampling`` greedy: argmax drafts.
     """
     draft_U = token_U if vocab is None else vocab.target_to_draft().to(token_U.device)[token_U]
     log_q_U = None if draft_sampling.greedy else target_log_probs(teacher, token_U, sampling)
     matrix_DH = lm_head_DH.to(hidden_KUH.dtype)
-    accept = [acceptance(partial(_logits, hidden_UH, matrix_DH), matrix_DH, draft_U, log_q_U, draft_sampling) for hidden_UH in hidden_KUH]
+    accept = [
+        acceptance(partial(_logits, hidden_UH, matrix_DH), matrix_DH, draft_U, log_q_U, draft_sampling)
+        for hidden_UH in hidden_KUH
+    ]
     return torch.stack(accept) if accept else hidden_KUH.new_zeros(hidden_KUH.shape[:2], dtype=torch.float32)
 
 
 def target_log_probs(teacher: Teacher, token_U: Tensor, sampling: SamplingParams) -> Tensor:
-    """log q [U] of one token at each position, q the target's truncated distribution: what its temperature, top-k and top-p leave."""
+    """log q [U] of one token at each position, q the target's truncated distribution: what its temperature, top-k and
+    top-p leave.
+    """
     rows = rows_in_chunk(teacher.head.lm_head_weight)
     chunks = []
     for part in _parts(len(token_U), rows):
@@ -53,11 +61,17 @@ def target_log_probs(teacher: Teacher, token_U: Tensor, sampling: SamplingParams
     return torch.cat(chunks) if chunks else teacher.last_hidden_UH.new_empty(0)
 
 
-def acceptance(logits: Callable[[slice], Tensor], matrix_DH: Tensor, draft_S: Tensor, log_q_S: Tensor | None, draft_sampling: SamplingParams) -> Tensor:
+def acceptance(
+    logits: Callable[[slice], Tensor],
+    matrix_DH: Tensor,
+    draft_S: Tensor,
+    log_q_S: Tensor | None,
+    draft_sampling: SamplingParams,
+) -> Tensor:
     """float32 [S]: probability that each prediction accepts the document's token ``draft_S`` (draft ids, -1: outside).
 
-    ``logits`` of a slice of the predictions [C, D]; ``matrix_DH`` says how many are made at a time; ``log_q_S`` is not needed where
-    ``draft_sampling`` is greedy.
+    ``logits`` of a slice of the predictions [C, D]; ``matrix_DH`` says how many are made at a time; ``log_q_S`` is not
+    needed where ``draft_sampling`` is greedy.
     """
     accept_S = torch.zeros(len(draft_S), device=draft_S.device)
     for part in _parts(len(draft_S), rows_in_chunk(matrix_DH)):

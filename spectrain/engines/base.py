@@ -1,7 +1,7 @@
 """What runs the target for the stages ``generate`` and ``capture``.
 
-An engine yields each result when it is done, in whatever order suits it: responses and states are known by their keys, so the order in
-which they are finished never matters.
+An engine yields each result when it is done, in whatever order suits it: responses and states are known by their keys,
+so the order in which they are finished never matters.
 """
 
 from __future__ import annotations
@@ -18,23 +18,32 @@ class Engine(Protocol):
     """Who runs the target."""
 
     def response_key(self, conversation: Conversation, sampling: Sampling) -> str:
-        """The key of the response that ``generate`` would give; known beforehand, so that finished ones need not be asked for again."""
-        ...
-
-    def generate(
-        self, conversations: Sequence[tuple[Conversation, str]], sampling: Sampling, on_tokens: Callable[[int], None] | None = None
-    ) -> Iterator[Response]:
-        """Answer conversations, each given with its split. Those that have answers already are rendered, not generated.
-
-        What a conversation is answered depends on its prompt and ``sampling`` alone, not on its place or company. Prompts are checked
-        before the first token is generated; ``InputError`` names one that leaves no room. ``on_tokens`` hears of new tokens as they come.
+        """The key of the response that ``generate`` would give; known beforehand, so that finished ones need not be
+        asked for again.
         """
         ...
 
-    def capture(self, responses: Sequence[Response], tap_ids: Sequence[int], states_dtype: str = "float32") -> Iterator[TargetStates]:
+    def generate(
+        self,
+        conversations: Sequence[tuple[Conversation, str]],
+        sampling: Sampling,
+        on_tokens: Callable[[int], None] | None = None,
+    ) -> Iterator[Response]:
+        """Answer conversations, each given with its split. Those that have answers already are rendered, not generated.
+
+        What a conversation is answered depends on its prompt and ``sampling`` alone, not on its place or company.
+        Prompts are checked before the first token is generated; ``InputError`` names one that leaves no room.
+        ``on_tokens`` hears of new tokens as they come.
+        """
+        ...
+
+    def capture(
+        self, responses: Sequence[Response], tap_ids: Sequence[int], states_dtype: str = "float32"
+    ) -> Iterator[TargetStates]:
         """The target's states over responses: taps, last hidden state and log-normalizer, one document at a time.
 
-        The states have the target's own type. ``states_dtype`` is what they will be stored as, for the log-normalizer must belong
-        to the states as they will be read. Raises ``RunError`` before the first document if the states are not the target's.
+        The states have the target's own type. ``states_dtype`` is what they will be stored as, for the log-normalizer
+        must belong to the states as they will be read. Raises ``RunError`` before the first document if the states are
+        not the target's.
         """
         ...

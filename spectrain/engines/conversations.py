@@ -1,8 +1,9 @@
 """Conversations under way: what every engine does alike, whoever draws the tokens.
 
-A conversation is tokenised once. Each answer is appended to its ids exactly as it was generated, followed by the template's ids for the
-next user turn; nothing is ever decoded and tokenised again. A turn is answered with a seed of its own, made from ``sampling.seed``, the
-prompt and the number of the turn, so an answer depends neither on which other conversations there are nor on a resumed run.
+A conversation is tokenised once. Each answer is appended to its ids exactly as it was generated, followed by the
+template's ids for the next user turn; nothing is ever decoded and tokenised again. A turn is answered with a seed of
+its own, made from ``sampling.seed``, the prompt and the number of the turn, so an answer depends neither on which other
+conversations there are nor on a resumed run.
 """
 
 from __future__ import annotations
@@ -40,11 +41,16 @@ class Dialogue:
         return int.from_bytes(digest[:8], "big") >> 1
 
     def begin_turn(self, limit: int, seed: int) -> None:
-        """Get ready to answer the turn whose prompt the ids end with, in at most ``limit`` tokens. ``seed``: of the sampling."""
-        self.room, self.finish_reason = limit, ""
+        """Get ready to answer the turn whose prompt the ids end with, in at most ``limit`` tokens. ``seed``: of the
+        sampling.
+        """
+        self.room = limit
+        self.finish_reason = ""
 
     def commit(self, token: int, end_ids: frozenset[int]) -> None:
-        """Take a generated token. An answer cut by the limit is never closed with an end token that the target did not generate."""
+        """Take a generated token. An answer cut by the limit is never closed with an end token that the target did not
+        generate.
+        """
         self.ids.append(token)
         self.mask.append(1)
         self.room -= 1
@@ -60,31 +66,48 @@ class Dialogue:
 
     def response(self, sampling: Sampling) -> Response:
         ids, mask = np.array(self.ids, dtype=np.int32), np.array(self.mask, dtype=np.uint8)
-        return Response(self.conversation, ids, mask, self.finish_reason, sampling, self.conversation.domain, self.split, self.key)
+        return Response(
+            self.conversation, ids, mask, self.finish_reason, sampling, self.conversation.domain, self.split, self.key
+        )
 
 
 Kind = TypeVar("Kind", bound=Dialogue)
 
 
 class Turns(Generic[Kind]):
-    """The course of conversations under one ``Sampling``. kind: the class of its dialogues; max_length: of a document, in tokens."""
+    """The course of conversations under one ``Sampling``. kind: the class of its dialogues; max_length: of a document,
+    in tokens.
+    """
 
-    def __init__(self, kind: type[Kind], template: ChatTemplate, end_ids: Iterable[int], sampling: Sampling, max_length: int) -> None:
-        self._kind, self._template, self.end_ids, self._sampling = kind, template, frozenset(end_ids), sampling
+    def __init__(
+        self, kind: type[Kind], template: ChatTemplate, end_ids: Iterable[int], sampling: Sampling, max_length: int
+    ) -> None:
+        self._kind = kind
+        self._template = template
+        self.end_ids = frozenset(end_ids)
+        self._sampling = sampling
         self._max_length = max_length
 
     def prepare(self, conversations: Sequence[tuple[Conversation, str]], keys: Sequence[str]) -> list[Kind]:
-        """Tokenise all conversations, so that every one that cannot be answered is found before the first token is generated.
+        """Tokenise all conversations, so that every one that cannot be answered is found before the first token is
+        generated.
 
-        Those with answers are rendered whole and have the finish reason "imported". Raises ``InputError`` naming the first prompt that
-        leaves no room for an answer within ``max_length``.
+        Those with answers are rendered whole and have the finish reason "imported". Raises ``InputError`` naming the
+        first prompt that leaves no room for an answer within ``max_length``.
         """
         dialogues, too_long, cut = [], [], 0
         for (conversation, split), key in zip(conversations, keys, strict=True):
             if conversation.answers is not None:
                 ids, mask = self._template.render_answered(conversation)
                 cut += len(ids) > self._max_length
-                dialogue = self._kind(conversation, split, key, ids[: self._max_length], mask[: self._max_length], finish_reason="imported")
+                dialogue = self._kind(
+                    conversation,
+                    split,
+                    key,
+                    ids[: self._max_length],
+                    mask[: self._max_length],
+                    finish_reason="imported",
+                )
                 has_room = any(dialogue.mask)
             else:
                 ids = self._template.first_prompt_ids(conversation)
@@ -97,19 +120,27 @@ class Turns(Generic[Kind]):
             conversation, length = too_long[0]
             raise InputError(
                 f"{conversation.where}: prompt {conversation.id} is too long, with its answer it takes more than "
-                f"target.max_length={self._max_length} tokens ({length} without); {len(too_long)} such prompts: raise target.max_length or "
+                f"target.max_length={self._max_length} tokens ({length} without); {len(too_long)} such prompts: raise "
+                f"target.max_length or "
                 f"remove them"
             )
         if cut:
-            say(f"note: {cut} imported conversations are longer than target.max_length={self._max_length} tokens and are cut there")
+            say(
+                f"note: {cut} imported conversations are longer than target.max_length={self._max_length} tokens and "
+                f"are cut there"
+            )
         return dialogues
 
     def begin(self, dialogue: Kind) -> None:
         """Open the turn whose prompt the ids end with."""
-        dialogue.begin_turn(min(self._sampling.max_new_tokens, self._max_length - len(dialogue.ids)), self._sampling.seed)
+        dialogue.begin_turn(
+            min(self._sampling.max_new_tokens, self._max_length - len(dialogue.ids)), self._sampling.seed
+        )
 
     def is_last(self, dialogue: Kind) -> bool:
-        """Whether the turn being answered is surely the conversation's last one (an earlier one is, too, if its answer is cut)."""
+        """Whether the turn being answered is surely the conversation's last one (an earlier one is, too, if its answer
+        is cut).
+        """
         return dialogue.turn + 1 == len(dialogue.conversation.turns)
 
     def advance(self, dialogue: Kind) -> bool:

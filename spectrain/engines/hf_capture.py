@@ -1,7 +1,8 @@
 """States of whole documents from the target in this process.
 
-Documents are laid end to end in one row, without padding; masks made from their positions, which restart at 0, keep them apart.
-Hybrid targets run one document at a time, because a recurrent state would flow from one document into the next.
+Documents are laid end to end in one row, without padding; masks made from their positions, which restart at 0, keep
+them apart. Hybrid targets run one document at a time, because a recurrent state would flow from one document into the
+next.
 
 The first batch is checked against the unmodified model before any of it is handed out (``selfcheck.py``).
 
@@ -27,7 +28,12 @@ from spectrain.target.model import TargetModel
 
 
 def capture_states(
-    target: TargetModel, head: TargetHead, responses: Sequence[Response], tap_ids: tuple[int, ...], batch_tokens: int, states_dtype: str
+    target: TargetModel,
+    head: TargetHead,
+    responses: Sequence[Response],
+    tap_ids: tuple[int, ...],
+    batch_tokens: int,
+    states_dtype: str,
 ) -> Iterator[TargetStates]:
     """Yields the states of each response, the longest first: if memory does not suffice, that shows at once."""
     ordered = sorted(responses, key=lambda response: (-len(response.input_ids), response.key))
@@ -78,13 +84,16 @@ def _capture_batch(
 
 
 def _masks(target: TargetModel, positions_1T: Tensor) -> Any:
-    """Masks [1, 1, T, T] that keep documents apart, one for each kind of layer; None for kernels that go by the positions themselves.
+    """Masks [1, 1, T, T] that keep documents apart, one for each kind of layer; None for kernels that go by the
+    positions themselves.
 
     Made here because some models of transformers (gpt-oss) do not look at the positions when they make their own.
     """
     config = target.model.config.get_text_config(decoder=True)
     like_embeddings = torch.empty(*positions_1T.shape, 0, dtype=target.dtype, device=target.device)
-    masks = create_masks_for_generate(config, like_embeddings, attention_mask=None, past_key_values=None, position_ids=positions_1T)
+    masks = create_masks_for_generate(
+        config, like_embeddings, attention_mask=None, past_key_values=None, position_ids=positions_1T
+    )
     return next(iter(masks.values())) if isinstance(masks, dict) and len(masks) == 1 else masks
 
 

@@ -1,12 +1,13 @@
 """Answers from the target in this process: continuous batching over the slot cache.
 
-Decoding is bound by reading the weights, so sixteen rows cost little more than one, and the batch is kept full: a conversation that is
-done leaves at once, and when a quarter of the places is free, waiting ones are prefilled together and join. Waiting conversations
-are taken by length, longest first, so that those prefilled together need little padding and memory peaks early.
+Decoding is bound by reading the weights, so sixteen rows cost little more than one, and the batch is kept full: a
+conversation that is done leaves at once, and when a quarter of the places is free, waiting ones are prefilled together
+and join. Waiting conversations are taken by length, longest first, so that those prefilled together need little padding
+and memory peaks early.
 
-Every turn draws from random numbers of its own (``turns.py``); a token is drawn by inverse transform from one uniform. So an answer
-does not depend on its company, beyond what rounding does to the logits. A conversation of several turns goes back to the queue after
-each answer.
+Every turn draws from random numbers of its own (``turns.py``); a token is drawn by inverse transform from one uniform.
+So an answer does not depend on its company, beyond what rounding does to the logits. A conversation of several turns
+goes back to the queue after each answer.
 
 Legend: B rows decoded together, T columns, H hidden, V vocabulary.
 """
@@ -48,7 +49,8 @@ class DrawnDialogue(Dialogue):
 class ResponseGenerator:
     """Answers conversations under one ``Sampling``: ``run(prepare(conversations, keys))``.
 
-    ``batch_size`` rows decode together; at most ``prefill_tokens`` (or one prompt) are prefilled at a time, which bounds memory.
+    ``batch_size`` rows decode together; at most ``prefill_tokens`` (or one prompt) are prefilled at a time, which
+    bounds memory.
     """
 
     def __init__(
@@ -62,9 +64,13 @@ class ResponseGenerator:
         prefill_tokens: int,
         on_tokens: Callable[[int], None] | None = None,
     ) -> None:
-        self._target, self._turns = target, Turns(DrawnDialogue, template, end_ids, sampling, max_length)
-        self._sampling, self._params = sampling, SamplingParams(sampling.temperature, sampling.top_p, sampling.top_k)
-        self._batch_size, self._prefill_tokens, self._on_tokens = batch_size, prefill_tokens, on_tokens
+        self._target = target
+        self._turns = Turns(DrawnDialogue, template, end_ids, sampling, max_length)
+        self._sampling = sampling
+        self._params = SamplingParams(sampling.temperature, sampling.top_p, sampling.top_k)
+        self._batch_size = batch_size
+        self._prefill_tokens = prefill_tokens
+        self._on_tokens = on_tokens
 
     def prepare(self, conversations: Sequence[tuple[Conversation, str]], keys: Sequence[str]) -> list[DrawnDialogue]:
         """Tokenise all conversations; see ``Turns.prepare``."""

@@ -1,8 +1,9 @@
 """Why a server drafts otherwise than we do: the known ways to read a drafter's folder wrongly, each tried on the text.
 
-A hypothesis is our own drafter with one thing changed: other layers, another head table, a switch the other way round. It is led along the
-texts of the server; the one under which it drafts what the server drafted names the cause. What can be tried follows from what the
-drafter has, not from its name, so a further kind of drafter is covered by adding what is particular to it.
+A hypothesis is our own drafter with one thing changed: other layers, another head table, a switch the other way round.
+It is led along the texts of the server; the one under which it drafts what the server drafted names the cause. What can
+be tried follows from what the drafter has, not from its name, so a further kind of drafter is covered by adding what is
+particular to it.
 
 Legend: S tokens of the text, A taps, H hidden, D draft vocabulary.
 """
@@ -26,7 +27,10 @@ from spectrain.evaluation.replay import Follower, Text
 from spectrain.target.model import TargetModel
 
 _PROMPTS, _ROUNDS = 3, 40  # what is replayed under a hypothesis, at most
-_GLIMPSE, _KEPT = 6, 5  # rounds from the first difference on, under every hypothesis; so many of the best (and their equals) go on
+_GLIMPSE, _KEPT = (
+    6,
+    5,
+)  # rounds from the first difference on, under every hypothesis; so many of the best (and their equals) go on
 _EXPLAINS, _COMES_CLOSE = 0.97, 0.2  # share of rounds reproduced; how much more than as written
 _THETAS = (1e2, 1e3, 1e4, 1e5, 2.5e5, 5e5, 1e6, 5e6, 1e7, 1e8)
 _SWITCHES = {
@@ -36,7 +40,8 @@ _SWITCHES = {
     "fc_norm": "the norm of each tap before fc is {}applied",
 }
 _TARGET_DIFFERS = (
-    "the target itself answers otherwise, the drafter does not: compare dtype, revision, quantisation and attention of both sides"
+    "the target itself answers otherwise, the drafter does not: "
+    "compare dtype, revision, quantisation and attention of both sides"
 )
 
 
@@ -44,8 +49,8 @@ _TARGET_DIFFERS = (
 class Hypothesis:
     """A way the server may have read the drafter. ``hint`` says what it would be doing.
 
-    taps: layers it would read; ``None``: the right ones. states: what it would make of them, [1, S, A, H]. changes: (object, attribute,
-    value) of our drafter, set while it is tried.
+    taps: layers it would read; ``None``: the right ones. states: what it would make of them, [1, S, A, H]. changes:
+    (object, attribute, value) of our drafter, set while it is tried.
     """
 
     hint: str
@@ -65,7 +70,9 @@ class Hypothesis:
                 setattr(thing, name, value)
 
 
-def explain(target: TargetModel, drafter: Drafter, report: ParityReport, theirs: Sequence[Played], num_drafts: int) -> tuple[str, ...]:
+def explain(
+    target: TargetModel, drafter: Drafter, report: ParityReport, theirs: Sequence[Played], num_drafts: int
+) -> tuple[str, ...]:
     """Hints for a report with differences, the likeliest first."""
     drafts = [difference for difference in report.different if difference.what == "draft"]
     if not drafts:
@@ -73,7 +80,9 @@ def explain(target: TargetModel, drafter: Drafter, report: ParityReport, theirs:
     chosen = list(dict.fromkeys(difference.prompt for difference in drafts))[:_PROMPTS]
     tried = hypotheses(drafter, target.spec.num_layers)
     tap_ids = sorted({tap for hypothesis in tried for tap in hypothesis.taps or drafter.taps} | set(drafter.taps))
-    texts = [(Text(target, [*theirs[p].prompt, *theirs[p].answer], tap_ids), theirs[p].rounds[:_ROUNDS]) for p in chosen]
+    texts = [
+        (Text(target, [*theirs[p].prompt, *theirs[p].answer], tap_ids), theirs[p].rounds[:_ROUNDS]) for p in chosen
+    ]
     first = drafts[0].round
     glimpse = [(texts[0][0], theirs[chosen[0]].rounds[first : first + _GLIMPSE])]
     glimpsed = [_reproduced(hypothesis, drafter, glimpse, num_drafts) for hypothesis in tried]
@@ -82,12 +91,20 @@ def explain(target: TargetModel, drafter: Drafter, report: ParityReport, theirs:
     as_written = _reproduced(Hypothesis("as written"), drafter, texts, num_drafts)
     scored = [(_reproduced(hypothesis, drafter, texts, num_drafts), hypothesis.hint) for hypothesis in kept]
     scored.sort(key=lambda pair: -pair[0])
-    explaining = [f"{hint} (this reproduces {share:.0%} of vLLM's drafts)" for share, hint in scored if share >= _EXPLAINS]
+    explaining = [
+        f"{hint} (this reproduces {share:.0%} of vLLM's drafts)" for share, hint in scored if share >= _EXPLAINS
+    ]
     if explaining:
         return tuple(explaining)
     if scored and scored[0][0] > as_written + _COMES_CLOSE:
-        return (f"perhaps, among other things, {scored[0][1]} (this reproduces {scored[0][0]:.0%} of vLLM's drafts, not all)",)
-    return ("none of the known causes reproduces vLLM's drafts: compare its configuration, tensors and arithmetic with ours",)
+        return (
+            f"perhaps, among other things, {scored[0][1]} (this reproduces {scored[0][0]:.0%} of vLLM's drafts, not "
+            f"all)",
+        )
+    return (
+        "none of the known causes reproduces vLLM's drafts: compare its configuration, tensors and arithmetic with "
+        "ours",
+    )
 
 
 def hypotheses(drafter: Drafter, num_layers: int) -> list[Hypothesis]:
@@ -108,13 +125,17 @@ def _tap_hypotheses(drafter: Drafter, num_layers: int) -> Iterator[Hypothesis]:
     wanted = f"layer ids: it reads the taps {{}} instead of {list(taps)}"
     default = tuple(sorted({2, num_layers // 2, num_layers - 3}))
     candidates = [tuple(tap + shift for tap in taps) for shift in (1, -1)]
-    candidates += [(*taps[:i], taps[i] + shift, *taps[i + 1 :]) for i in range(len(taps)) for shift in (1, -1) if len(taps) > 1]
+    candidates += [
+        (*taps[:i], taps[i] + shift, *taps[i + 1 :]) for i in range(len(taps)) for shift in (1, -1) if len(taps) > 1
+    ]
     candidates += [default] if len(default) == len(taps) else []
     candidates += [tuple(reversed(taps))] if len(taps) > 1 else []
     for candidate in dict.fromkeys(candidates):
         if candidate != taps and all(0 <= tap <= num_layers for tap in candidate):
             yield Hypothesis(wanted.format(list(candidate)), taps=candidate)
-    yield Hypothesis("position: features come one position late, as if tokens and features were not shifted alike", states=_one_late)
+    yield Hypothesis(
+        "position: features come one position late, as if tokens and features were not shifted alike", states=_one_late
+    )
 
 
 def _one_late(taps_1SAH: Tensor) -> Tensor:
@@ -126,9 +147,14 @@ def _vocabulary_hypotheses(drafter: Drafter) -> Iterator[Hypothesis]:
     ids_D = getattr(drafter, "draft_ids_D", None)
     if ids_D is not None and len(ids_D) < drafter.vocab.target_size:
         rows_D = torch.arange(len(ids_D), device=ids_D.device)
-        yield Hypothesis("d2t: it is not applied, rows of the draft head are taken for tokens", changes=((drafter, "draft_ids_D", rows_D),))
+        yield Hypothesis(
+            "d2t: it is not applied, rows of the draft head are taken for tokens",
+            changes=((drafter, "draft_ids_D", rows_D),),
+        )
         doubled = ((drafter, "draft_ids_D", (ids_D + rows_D) % drafter.vocab.target_size),)
-        yield Hypothesis("d2t: it is applied as an offset to ids, so the table holds ids where offsets belong", changes=doubled)
+        yield Hypothesis(
+            "d2t: it is applied as an offset to ids, so the table holds ids where offsets belong", changes=doubled
+        )
 
 
 def _switch_hypotheses(drafter: Drafter) -> Iterator[Hypothesis]:
@@ -142,7 +168,9 @@ def _switch_hypotheses(drafter: Drafter) -> Iterator[Hypothesis]:
         changes = [(body, "shape", dataclasses.replace(shape, **{name: not on}))]
         changes += [(layer, name, not on) for layer in body.layers if hasattr(layer, name)]
         word = {"norm_before_residual": "un", "norm_output": "un"}.get(name, "not ") if on else ""
-        yield Hypothesis(f"norm: {name} is read as {str(not on).lower()}, {meaning.format(word)}", changes=tuple(changes))
+        yield Hypothesis(
+            f"norm: {name} is read as {str(not on).lower()}, {meaning.format(word)}", changes=tuple(changes)
+        )
 
 
 def _rope_hypotheses(drafter: Drafter) -> Iterator[Hypothesis]:
@@ -157,7 +185,9 @@ def _rope_hypotheses(drafter: Drafter) -> Iterator[Hypothesis]:
             continue
         rotary = Rotary(dataclasses.replace(layer, rope_parameters={"rope_type": "default", "rope_theta": theta}))
         scaling = "" if plain else " without the scaling"
-        yield Hypothesis(f"rope: theta is {theta:g}{scaling} instead of {own:g}", changes=((drafter, "rotary", rotary),))
+        yield Hypothesis(
+            f"rope: theta is {theta:g}{scaling} instead of {own:g}", changes=((drafter, "rotary", rotary),)
+        )
 
 
 def _block_hypotheses(drafter: Drafter) -> Iterator[Hypothesis]:
@@ -167,13 +197,17 @@ def _block_hypotheses(drafter: Drafter) -> Iterator[Hypothesis]:
     if hasattr(shape, "causal"):
         word = "see no later slots" if not shape.causal else "see all slots"
         changed = dataclasses.replace(shape, causal=not shape.causal)
-        yield Hypothesis(f"attention: slots of a block {word} (sliding_window_non_causal)", changes=((body, "shape", changed),))
+        yield Hypothesis(
+            f"attention: slots of a block {word} (sliding_window_non_causal)", changes=((body, "shape", changed),)
+        )
     if getattr(shape, "sliding_window", None) is not None:
         changed = dataclasses.replace(shape, sliding_window=None)
         yield Hypothesis("attention: the sliding window is not applied", changes=((body, "shape", changed),))
 
 
-def _reproduced(hypothesis: Hypothesis, drafter: Drafter, texts: Sequence[tuple[Text, Sequence[Round]]], n: int) -> float:
+def _reproduced(
+    hypothesis: Hypothesis, drafter: Drafter, texts: Sequence[tuple[Text, Sequence[Round]]], n: int
+) -> float:
     """Share of the server's rounds whose drafts the drafter makes under a hypothesis."""
     same = total = 0
     with hypothesis.applied():

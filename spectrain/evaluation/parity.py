@@ -1,16 +1,20 @@
 """Parity: does the server draft, and accept, what our own decoding does?
 
-Both decode the same prompts greedily with the same drafter. Their rounds are compared one by one: the drafts, how many of them were accepted, and
-the token behind. While both texts agree, a server's round is held against our loop's round at the same anchor. Rounding may part them:
+Both decode the same prompts greedily with the same drafter. Their rounds are compared one by one: the drafts, how many
+of them were accepted, and the token behind. While both texts agree, a server's round is held against our loop's round
+at the same anchor. Rounding may part them:
 
-* two tokens tie for the argmax of a draft slot: the round counts as a near-tie, and so do later drafts of the same round;
+* two tokens tie for the argmax of a draft slot: the round counts as a near-tie, and so do later drafts of the same
+  round;
 * two tokens tie for the target's argmax: from there on the texts differ.
 
-Wherever our loop has no round at the server's anchor, because one of these happened before, our drafter is led along the server's own
-text (``replay.py``) and drafts there, so no round goes uncompared. What is a tie is looked up: the two logits must lie closer together
-than rounding explains, ``TIE`` times the spread of that slot's logits. Everything else is a difference, and one is enough to fail.
+Wherever our loop has no round at the server's anchor, because one of these happened before, our drafter is led along
+the server's own text (``replay.py``) and drafts there, so no round goes uncompared. What is a tie is looked up: the two
+logits must lie closer together than rounding explains, ``TIE`` times the spread of that slot's logits. Everything else
+is a difference, and one is enough to fail.
 
-Nothing here knows how the drafter works. Figures of both sides count the same rounds, so they are equal if all rounds are.
+Nothing here knows how the drafter works. Figures of both sides count the same rounds, so they are equal if all rounds
+are.
 
 Legend: V vocabulary of the target.
 """
@@ -36,7 +40,9 @@ LEAST_EQUAL = 0.9  # share of rounds that must be equal: with more ties than tha
 
 @dataclass(frozen=True)
 class Played:
-    """One prompt decoded greedily: ids of prompt and answer (the end token included), and the rounds, with their drafts."""
+    """One prompt decoded greedily: ids of prompt and answer (the end token included), and the rounds, with their
+    drafts.
+    """
 
     prompt: list[int]
     answer: list[int]
@@ -45,9 +51,11 @@ class Played:
 
 @dataclass(frozen=True)
 class Difference:
-    """Where one round parted. ``what``: "draft" (slot is the draft's, from 1) or "target" (the token behind so many accepted drafts).
+    """Where one round parted. ``what``: "draft" (slot is the draft's, from 1) or "target" (the token behind so many
+    accepted drafts).
 
-    ours, theirs: the two tokens. gap: how far our logit of theirs lies below that of ours; inf where we could not have chosen theirs.
+    ours, theirs: the two tokens. gap: how far our logit of theirs lies below that of ours; inf where we could not have
+    chosen theirs.
     tolerance: the widest gap that counts as a near-tie.
     """
 
@@ -73,15 +81,14 @@ class Difference:
             place += f", the target's token after {self.slot} accepted drafts"
         if math.isinf(self.gap):
             return f"{place}: vLLM {self.theirs}, ours {self.ours}; ours is not able to say {self.theirs}"
-        return (
-            f"{place}: vLLM {self.theirs}, ours {self.ours}, whose logit is {self.gap:.2g} higher (rounding explains {self.tolerance:.2g})"
-        )
+        explained = f"whose logit is {self.gap:.2g} higher (rounding explains {self.tolerance:.2g})"
+        return f"{place}: vLLM {self.theirs}, ours {self.ours}, {explained}"
 
 
 @dataclass(frozen=True)
 class ParityReport:
-    """Outcome of a comparison. ``replayed``: rounds that were held against the drafter led along the server's text; all others were held
-    against our loop. ``ours`` and ``theirs``: figures over all complete rounds of each side."""
+    """Outcome of a comparison. ``replayed``: rounds that were held against the drafter led along the server's text; all
+    others were held against our loop. ``ours`` and ``theirs``: figures over all complete rounds of each side."""
 
     rounds: int
     equal: int
@@ -104,11 +111,17 @@ class ParityReport:
             return f"{len(self.different)} of {self.rounds} rounds differ; the first: {self.different[0]}"
         if not self.rounds:
             return "the server played no round with drafts, so nothing was compared"
-        return f"only {self.equal} of {self.rounds} rounds are equal, the others are near-ties: too many to call it parity"
+        return (
+            f"only {self.equal} of {self.rounds} rounds are equal, the others are near-ties: too many to call it parity"
+        )
 
 
-def compare(target: TargetModel, drafter: Drafter, ours: Sequence[Played], theirs: Sequence[Played], num_drafts: int) -> ParityReport:
-    """Compare the server's rounds, prompt by prompt, with our loop's. ``num_drafts``: what both sides were to draft in a round."""
+def compare(
+    target: TargetModel, drafter: Drafter, ours: Sequence[Played], theirs: Sequence[Played], num_drafts: int
+) -> ParityReport:
+    """Compare the server's rounds, prompt by prompt, with our loop's. ``num_drafts``: what both sides were to draft in
+    a round.
+    """
     equal = replayed = total = 0
     found: list[Difference] = []
     for number, (own, served) in enumerate(zip(ours, theirs, strict=True)):
@@ -132,11 +145,17 @@ def compare(target: TargetModel, drafter: Drafter, ours: Sequence[Played], their
 class _Comparison:
     """One prompt."""
 
-    def __init__(self, target: TargetModel, drafter: Drafter, number: int, own: Played, served: Played, num_drafts: int) -> None:
-        self.number, self.served, self.num_drafts, self.own_ids = number, served, num_drafts, [*own.prompt, *own.answer]
+    def __init__(
+        self, target: TargetModel, drafter: Drafter, number: int, own: Played, served: Played, num_drafts: int
+    ) -> None:
+        self.number = number
+        self.served = served
+        self.num_drafts = num_drafts
+        self.own_ids = [*own.prompt, *own.answer]
         self.own_at = {round_.anchor: round_ for round_ in own.rounds}
         self.text = Text(target, [*served.prompt, *served.answer], drafter.taps)
-        self.drafter, self.rel = drafter, TIE[target.dtype]
+        self.drafter = drafter
+        self.rel = TIE[target.dtype]
         self.replayed = 0
         self._follower: Follower | None = None
         self.agreed = _common_prefix(self.own_ids, self.text.ids)  # tokens from the front that both texts share
@@ -166,9 +185,15 @@ class _Comparison:
         return self._target_difference(number, served)
 
     def _target_difference(self, number: int, served: Round) -> Difference | None:
-        """Each of the round's tokens in the text must be the target's argmax there, and the accepted drafts must be those tokens."""
+        """Each of the round's tokens in the text must be the target's argmax there, and the accepted drafts must be
+        those tokens.
+        """
         last = min(served.anchor + served.accepted, len(self.text.ids) - 2)
-        same = last + 1 < self.agreed and served.anchor in self.own_at and self.own_at[served.anchor].accepted == served.accepted
+        same = (
+            last + 1 < self.agreed
+            and served.anchor in self.own_at
+            and self.own_at[served.anchor].accepted == served.accepted
+        )
         if same:
             return None
         for position in range(served.anchor, last + 1):
@@ -177,7 +202,8 @@ class _Comparison:
             ours, theirs = int(logits_V.argmax()), self.text.ids[position + 1]
             if ours != theirs:
                 return self._tokens(number, served.anchor, "target", slot, ours, theirs, logits_V)
-        # The account against the text: what is said to stand must be in it, and a draft that is in it must not have been refused.
+        # The account against the text: what is said to stand must be in it, and a draft that is in it must not have
+        # been refused.
         behind = self.text.ids[served.anchor + 1 :]
         for slot, (draft, token) in enumerate(zip(served.drafts[: served.accepted + 1], behind, strict=False)):
             stands = slot < served.accepted
@@ -185,7 +211,9 @@ class _Comparison:
                 return Difference(self.number, number, served.anchor, "target", slot, token, draft, math.inf, 0.0)
         return None
 
-    def _tokens(self, number: int, anchor: int, what: str, slot: int, ours: int, theirs: int, logits_V: Tensor | None) -> Difference:
+    def _tokens(
+        self, number: int, anchor: int, what: str, slot: int, ours: int, theirs: int, logits_V: Tensor | None
+    ) -> Difference:
         gap, tolerance = math.inf, 0.0
         if logits_V is not None:
             finite = logits_V[logits_V.isfinite()]

@@ -1,10 +1,11 @@
 """How many tokens to draft: what evaluation measured, and what follows from it for shorter rounds.
 
-A round of n drafts commits τ(n) = 1 + Σ_{j≤n} s_j tokens, where s_j is the share of rounds in which j drafts were accepted, and costs n drafting
-steps and one pass of the target over n + 1 tokens. The best n is the one with the most tokens per second. Where it was measured, the
-measurement counts. For an autoregressive drafter a shorter round is the beginning of a longer one, so s_j is the same for it, and its costs lie
-between those of the measured round and of decoding without drafts; a block drafter's shorter block is another drafter, of which nothing
-is known without a measurement.
+A round of n drafts commits τ(n) = 1 + Σ_{j≤n} s_j tokens, where s_j is the share of rounds in which j drafts were
+accepted, and costs n drafting steps and one pass of the target over n + 1 tokens. The best n is the one with the most
+tokens per second. Where it was measured, the measurement counts. For an autoregressive drafter a shorter round is the
+beginning of a longer one, so s_j is the same for it, and its costs lie between those of the measured round and of
+decoding without drafts; a block drafter's shorter block is another drafter, of which nothing is known without a
+measurement.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from spectrain.evaluation.records import EvaluationRecord
 
 @dataclass(frozen=True)
 class Recommendation:
-    """num_speculative_tokens: the best number. speedup: over no speculation, there; None if that was not measured. reason: for the user."""
+    """num_speculative_tokens: the best number. speedup: over no speculation, there; None if that was not measured.
+    reason: for the user.
+    """
 
     num_speculative_tokens: int
     speedup: float | None
@@ -28,8 +31,8 @@ class Recommendation:
 def recommend(records: Sequence[EvaluationRecord], autoregressive: bool) -> Recommendation | None:
     """The number of drafts with the most tokens per second, or None without a record.
 
-    records: of one drafter. Figures are compared only within one suite, engine, temperature and concurrency; vLLM's own come before
-    those of the embedded loop, then the group with most measured lengths, then that with most rounds.
+    records: of one drafter. Figures are compared only within one suite, engine, temperature and concurrency; vLLM's own
+    come before those of the embedded loop, then the group with most measured lengths, then that with most rounds.
     """
     groups: dict[tuple[object, ...], dict[int, EvaluationRecord]] = defaultdict(dict)
     for record in records:
@@ -68,7 +71,9 @@ def _shorter(record: EvaluationRecord, gain: float) -> dict[int, float]:
     draft_s, verify_s = record.draft_s_per_round or 0.0, record.verify_s_per_round or 0.0
     step_s = verify_s
     if record.baseline_tokens_per_s:
-        step_s = min(verify_s, record.concurrency / record.baseline_tokens_per_s)  # a pass over one token of each conversation
+        step_s = min(
+            verify_s, record.concurrency / record.baseline_tokens_per_s
+        )  # a pass over one token of each conversation
 
     def rate(m: int) -> float:
         return (1.0 + sum(shares[:m])) / (draft_s * m / n + step_s + (verify_s - step_s) * m / n)
@@ -77,4 +82,8 @@ def _shorter(record: EvaluationRecord, gain: float) -> dict[int, float]:
 
 
 def _has_costs(record: EvaluationRecord) -> bool:
-    return record.draft_s_per_round is not None and bool(record.verify_s_per_round) and None not in record.acceptance_per_position
+    return (
+        record.draft_s_per_round is not None
+        and bool(record.verify_s_per_round)
+        and None not in record.acceptance_per_position
+    )

@@ -1,8 +1,8 @@
 """The evaluation record: one measurement, with everything another person needs to judge or repeat it.
 
-One JSON file per (suite, engine, method, number of speculative tokens, temperature). Units are in the field names; a figure that was not
-measured is ``null``, never zero. Acceptance comes from ``metrics.py``, so a record, the trainer's evaluation and a server's counters are
-the same quantities.
+One JSON file per (suite, engine, method, number of speculative tokens, temperature). Units are in the field names; a
+figure that was not measured is ``null``, never zero. Acceptance comes from ``metrics.py``, so a record, the trainer's
+evaluation and a server's counters are the same quantities.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ Interval = tuple[float, float]
 class PromptResult:
     """What one method did with one prompt.
 
-    key: identifies the prompt, so that methods are compared prompt by prompt. rounds: of the speculative loop. output_ids: the generated
-    ids. seconds: wall-clock time of the answer. batch: conversations decoded together share their time, so they carry the same number here
-    and ``seconds`` is each one's share; ``None`` means that the prompt was decoded alone.
+    key: identifies the prompt, so that methods are compared prompt by prompt. rounds: of the speculative loop.
+    output_ids: the generated ids. seconds: wall-clock time of the answer. batch: conversations decoded together share
+    their time, so they carry the same number here and ``seconds`` is each one's share; ``None`` means that the prompt
+    was decoded alone.
     """
 
     key: str
@@ -47,9 +48,10 @@ class PromptResult:
 class Conditions:
     """What was measured, on what, and how: known before the first prompt.
 
-    drafter: folder or Hub id, ``None`` for methods without one. num_speculative_tokens: the most drafts of a round, 0 without speculation.
-    top_p = 1 and top_k = 0 are off. concurrency: conversations decoded together. draft_policy: which drafts of a round are verified
-    (fixed: all, threshold, scheduler), draft_threshold: the threshold of that policy.
+    drafter: folder or Hub id, ``None`` for methods without one. num_speculative_tokens: the most drafts of a round, 0
+    without speculation. top_p = 1 and top_k = 0 are off. concurrency: conversations decoded together. draft_policy:
+    which drafts of a round are verified (fixed: all, threshold, scheduler), draft_threshold: the threshold of that
+    policy.
     """
 
     target: str
@@ -75,11 +77,12 @@ class Conditions:
 class EvaluationRecord(Conditions):
     """``Conditions`` and the figures measured under them.
 
-    acceptance_length counts the bonus token; rounds, drafted_tokens and accepted_tokens are of complete rounds (``cut_rounds`` were ended
-    by the length limit and are left out). acceptance_per_position is unconditional, as vLLM reports it. Intervals are 95 % bootstrap
-    intervals over prompts. speedup: the baseline's seconds for as many tokens, over this method's. output_identical: the ids equal the
-    baseline's, prompt by prompt; ``None`` above temperature 0. walk_*: what simulation predicted for the same prompts. confidence: whether a
-    drafter's confidence was right, measured where all drafts are verified.
+    acceptance_length counts the bonus token; rounds, drafted_tokens and accepted_tokens are of complete rounds
+    (``cut_rounds`` were ended by the length limit and are left out). acceptance_per_position is unconditional, as vLLM
+    reports it. Intervals are 95 % bootstrap intervals over prompts. speedup: the baseline's seconds for as many tokens,
+    over this method's. output_identical: the ids equal the baseline's, prompt by prompt; ``None`` above temperature 0.
+    walk_*: what simulation predicted for the same prompts. confidence: whether a drafter's confidence was right,
+    measured where all drafts are verified.
     """
 
     num_prompts: int
@@ -113,7 +116,9 @@ class EvaluationRecord(Conditions):
         return self.drafter is not None
 
     def file_name(self) -> str:
-        """Distinct for each (suite, engine, method, number of speculative tokens, temperature, draft policy, threshold, concurrency)."""
+        """Distinct for each (suite, engine, method, number of speculative tokens, temperature, draft policy, threshold,
+        concurrency).
+        """
         parts = [self.suite, self.engine, self.method, f"n{self.num_speculative_tokens}", f"t{self.temperature:g}"]
         threshold = "" if self.draft_threshold is None else f"{self.draft_threshold:g}"
         parts += [self.draft_policy + threshold] if self.draft_policy != "fixed" else []
@@ -123,7 +128,9 @@ class EvaluationRecord(Conditions):
     def write(self, folder: str | Path) -> Path:
         """Writes ``file_name()`` in ``folder``, in one move, and returns its path."""
         path = Path(folder) / self.file_name()
-        write_atomically(path, json.dumps(dataclasses.asdict(self), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+        write_atomically(
+            path, json.dumps(dataclasses.asdict(self), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+        )
         return path
 
 
@@ -140,13 +147,16 @@ def build_record(
 ) -> EvaluationRecord:
     """The record of ``results``, one per prompt.
 
-    baseline: the same prompts answered without speculation; leave it out for that measurement itself. simulate: the simulation's figures for these
-    prompts. draft_s_per_round, verify_s_per_round: of a batch's round, as the loop times them.
+    baseline: the same prompts answered without speculation; leave it out for that measurement itself. simulate: the
+    simulation's figures for these prompts. draft_s_per_round, verify_s_per_round: of a batch's round, as the loop times
+    them.
 
     Raises RunError if there is no result, if no time was measured, or if ``baseline`` answers other prompts.
     """
     if not results:
-        raise RunError(f"Suite {conditions.suite} gave no result for method {conditions.method}: nothing can be recorded.")
+        raise RunError(
+            f"Suite {conditions.suite} gave no result for method {conditions.method}: nothing can be recorded."
+        )
     if baseline is not None:
         baseline = _same_prompts(conditions, results, baseline)
     stats = acceptance([result.rounds for result in results], num_positions=conditions.num_speculative_tokens)
@@ -163,7 +173,9 @@ def build_record(
         acceptance_length_interval=stats.interval,
         acceptance_rate=_measured(stats.acceptance_rate),
         acceptance_per_position=tuple(_measured(share) for share in stats.acceptance_per_position),
-        conditional_acceptance_per_position=tuple(_measured(share) for share in stats.conditional_acceptance_per_position),
+        conditional_acceptance_per_position=tuple(
+            _measured(share) for share in stats.conditional_acceptance_per_position
+        ),
         output_tokens=_tokens(results),
         output_tokens_per_s=_tokens_per_s(conditions, results),
         baseline_tokens_per_s=None if baseline is None else _tokens_per_s(conditions, baseline),
@@ -180,18 +192,25 @@ def build_record(
     )
 
 
-def _same_prompts(conditions: Conditions, results: Sequence[PromptResult], baseline: Sequence[PromptResult]) -> list[PromptResult]:
+def _same_prompts(
+    conditions: Conditions, results: Sequence[PromptResult], baseline: Sequence[PromptResult]
+) -> list[PromptResult]:
     """The baseline in the order of ``results``."""
     by_key = {result.key: result for result in baseline}
     if len(by_key) != len(results) or any(result.key not in by_key for result in results):
-        raise RunError(f"Suite {conditions.suite}: method {conditions.method} and its baseline answered different prompts, so no speed-up.")
+        raise RunError(
+            f"Suite {conditions.suite}: method {conditions.method} and its baseline answered different prompts, so no "
+            f"speed-up."
+        )
     return [by_key[result.key] for result in results]
 
 
 def _speedup(results: Sequence[PromptResult], baseline: Sequence[PromptResult]) -> tuple[float | None, Interval | None]:
-    """Ratio of seconds with its paired bootstrap interval; the unit drawn is what was timed together, a prompt or a batch.
+    """Ratio of seconds with its paired bootstrap interval; the unit drawn is what was timed together, a prompt or a
+    batch.
 
-    Where answers differ in length (sampling), the baseline's seconds are scaled to the method's tokens, prompt by prompt.
+    Where answers differ in length (sampling), the baseline's seconds are scaled to the method's tokens, prompt by
+    prompt.
     """
     baseline_s: dict[object, float] = {}
     method_s: dict[object, float] = {}
@@ -204,10 +223,14 @@ def _speedup(results: Sequence[PromptResult], baseline: Sequence[PromptResult]) 
     total_s = sum(method_s.values())
     if total_s <= 0:
         return None, None
-    return sum(baseline_s.values()) / total_s, bootstrap_ratio_interval(list(baseline_s.values()), list(method_s.values()))
+    return sum(baseline_s.values()) / total_s, bootstrap_ratio_interval(
+        list(baseline_s.values()), list(method_s.values())
+    )
 
 
-def _identical(conditions: Conditions, results: Sequence[PromptResult], baseline: Sequence[PromptResult] | None) -> bool | None:
+def _identical(
+    conditions: Conditions, results: Sequence[PromptResult], baseline: Sequence[PromptResult] | None
+) -> bool | None:
     if baseline is None or conditions.temperature > 0:
         return None
     return all(list(ours.output_ids) == list(theirs.output_ids) for ours, theirs in zip(results, baseline, strict=True))
@@ -220,7 +243,10 @@ def _tokens(results: Sequence[PromptResult]) -> int:
 def _tokens_per_s(conditions: Conditions, results: Sequence[PromptResult]) -> float:
     seconds = sum(result.seconds for result in results)
     if seconds <= 0:
-        raise RunError(f"Suite {conditions.suite}, method {conditions.method}: no time was measured, so no throughput can be recorded.")
+        raise RunError(
+            f"Suite {conditions.suite}, method {conditions.method}: no time was measured, so no throughput can be "
+            f"recorded."
+        )
     return _tokens(results) / seconds
 
 
@@ -237,16 +263,24 @@ def read_record(path: str | Path) -> EvaluationRecord:
     except FileNotFoundError:
         raise InputError(f"There is no evaluation record {path}: run `spectrain eval` first.") from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise InputError(f"{path} is not a readable evaluation record ({error}): delete it and run `spectrain eval` again.") from None
+        raise InputError(
+            f"{path} is not a readable evaluation record ({error}): delete it and run `spectrain eval` again."
+        ) from None
     if not isinstance(values, dict):
         raise InputError(f"{path} is not an evaluation record: it holds no JSON object.")
     hints = typing.get_type_hints(EvaluationRecord)
     required = {f.name for f in dataclasses.fields(EvaluationRecord) if f.default is dataclasses.MISSING}
     problems = [f"unknown field {name}" for name in values if name not in hints]
     problems += [f"missing field {name}" for name in sorted(required - values.keys())]
-    problems += [f"field {name} has a wrong type" for name, value in values.items() if name in hints and not _fits(value, hints[name])]
+    problems += [
+        f"field {name} has a wrong type"
+        for name, value in values.items()
+        if name in hints and not _fits(value, hints[name])
+    ]
     if problems:
-        raise InputError(f"{path} is not an evaluation record of this version ({problems[0]}): run `spectrain eval` again.")
+        raise InputError(
+            f"{path} is not an evaluation record of this version ({problems[0]}): run `spectrain eval` again."
+        )
     fields = {name: _frozen(value) for name, value in values.items()}
     if fields.get("confidence") is not None:
         fields["confidence"] = ConfidenceStats(**fields["confidence"])
@@ -254,7 +288,9 @@ def read_record(path: str | Path) -> EvaluationRecord:
 
 
 def read_records(folder: str | Path) -> list[EvaluationRecord]:
-    """All records of a folder: without speculation first, then n-gram, then drafters; by suite and number of drafts within each."""
+    """All records of a folder: without speculation first, then n-gram, then drafters; by suite and number of drafts
+    within each.
+    """
     records = [read_record(path) for path in sorted(Path(folder).glob("*.json"))]
     order = {"none": 0, "ngram": 1}
     policies = {name: place for place, name in enumerate(DRAFT_POLICIES)}
@@ -286,7 +322,11 @@ def _fits(value: Any, hint: Any) -> bool:
         return len(items) == len(value) and all(_fits(item, kind) for item, kind in zip(value, items, strict=True))
     if dataclasses.is_dataclass(hint):
         fields = typing.get_type_hints(hint)
-        return isinstance(value, dict) and value.keys() == fields.keys() and all(_fits(value[name], fields[name]) for name in fields)
+        return (
+            isinstance(value, dict)
+            and value.keys() == fields.keys()
+            and all(_fits(value[name], fields[name]) for name in fields)
+        )
     if hint is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
     if hint is int:

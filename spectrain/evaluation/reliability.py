@@ -15,9 +15,11 @@ from spectrain.decoding.confidence_samples import error_per_position, loop_sampl
 class ConfidenceStats:
     """How a drafter's confidence compares with what happened, in ``rounds`` rounds of the decoding loop.
 
-    Per position: ece, the expected calibration error of the predicted survival up to this position, and raw_ece, the same without
-    calibration; auroc, the chance that confidence tells a draft that were accepted from one that did not, among rounds that got so far. bins and
-    raw_bins: (mean prediction, share that came true, number) of the predicted survivals of all positions, for a reliability diagram.
+    Per position: ece, the expected calibration error of the predicted survival up to this position, and raw_ece, the
+    same without calibration; auroc, the chance that confidence tells a draft that were accepted from one that did not,
+    among rounds that got so far. bins and
+    raw_bins: (mean prediction, share that came true, number) of the predicted survivals of all positions, for a
+    reliability diagram.
     """
 
     rounds: int
@@ -28,8 +30,12 @@ class ConfidenceStats:
     raw_bins: tuple[tuple[float, float, int], ...]
 
 
-def confidence_stats(rounds: Sequence[Round], n: int, temperatures: Sequence[float], eos_ids: Sequence[int]) -> ConfidenceStats | None:
-    """Of rounds that all verified their n drafts; ``None`` if the drafter states no confidence. ``temperatures``: its calibration."""
+def confidence_stats(
+    rounds: Sequence[Round], n: int, temperatures: Sequence[float], eos_ids: Sequence[int]
+) -> ConfidenceStats | None:
+    """Of rounds that all verified their n drafts; ``None`` if the drafter states no confidence. ``temperatures``: its
+    calibration.
+    """
     samples = loop_samples(rounds, n, eos_ids)
     if not len(samples.confidence):
         return None

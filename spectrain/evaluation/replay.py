@@ -1,8 +1,9 @@
 """Going along a finished text: what a drafter proposes, and what the target says, at any position of it.
 
-One pass of the target over prompt and answer gives every tap and every prediction along the text, so a drafter can be shown exactly what a
-server showed its own, round by round, without decoding again. That is how rounds are compared after two texts parted at a tie, how
-close two tokens were is looked up, and how a wrong reading of a drafter's folder is tried out.
+One pass of the target over prompt and answer gives every tap and every prediction along the text, so a drafter can be
+shown exactly what a server showed its own, round by round, without decoding again. That is how rounds are compared
+after two texts parted at a tie, how close two tokens were is looked up, and how a wrong reading of a drafter's folder
+is tried out.
 
 Legend: S tokens of the text, A taps, H hidden, V vocabulary of the target, n drafts.
 """
@@ -19,21 +20,28 @@ from spectrain.decoding.sampling import GREEDY, SamplingParams
 from spectrain.drafters.base import Drafter
 from spectrain.target.model import TargetModel
 
-# Drafts drawn so cold are argmax, unless two tokens tie within rounding; the distribution that comes with them holds the logits, divided by it.
+# Drafts drawn so cold are argmax, unless two tokens tie within rounding; the distribution that comes with them holds
+# the logits, divided by it.
 _COLD = SamplingParams(temperature=1e-3)
-_TRIES = 16  # draws, until the drafts before a slot are the wanted ones: one is enough but where such a tie lies before it
+_TRIES = (
+    16  # draws, until the drafts before a slot are the wanted ones: one is enough but where such a tie lies before it
+)
 
 
 class Text:
     """Prompt and answer as one sequence of ids, run once through the target when something of it is asked for."""
 
     def __init__(self, target: TargetModel, ids: Sequence[int], tap_ids: Sequence[int]) -> None:
-        self.target, self.ids, self.tap_ids = target, list(ids), tuple(tap_ids)
+        self.target = target
+        self.ids = list(ids)
+        self.tap_ids = tuple(tap_ids)
 
     @cached_property
     def _output(self) -> tuple[Tensor, Tensor | None]:
         ids_1S = torch.tensor([self.ids], device=self.target.device)
-        output = self.target.run(ids_1S, torch.arange(len(self.ids), device=self.target.device)[None], tap_ids=self.tap_ids)
+        output = self.target.run(
+            ids_1S, torch.arange(len(self.ids), device=self.target.device)[None], tap_ids=self.tap_ids
+        )
         return output.last_hidden_BSH, output.taps_BSAH
 
     def taps(self, ids: Sequence[int]) -> Tensor | None:
@@ -47,15 +55,19 @@ class Text:
 
 
 class Follower:
-    """A drafter that is led along a text. Anchors must ascend; what lies before an anchor is shown to the drafter when it gets there.
+    """A drafter that is led along a text. Anchors must ascend; what lies before an anchor is shown to the drafter when
+    it gets there.
 
     ``n`` drafts are asked for every time, whatever is wanted of them: those of a block may depend on its length.
     """
 
     def __init__(self, drafter: Drafter, text: Text, taps_1SAH: Tensor | None, n: int) -> None:
-        self._drafter, self._taps_1SAH, self._n = drafter, taps_1SAH, n
+        self._drafter = drafter
+        self._taps_1SAH = taps_1SAH
+        self._n = n
         self._ids_1S = torch.tensor([text.ids], device=text.target.device)
-        self._cache, self._seen = drafter.new_cache(1), 0
+        self._cache = drafter.new_cache(1)
+        self._seen = 0
 
     def draft(self, anchor: int) -> tuple[int, ...]:
         """The n argmax drafts behind the token at ``anchor``."""
@@ -63,7 +75,8 @@ class Follower:
         return tuple(self._drafter.propose(self._cache, self._ids_1S[:, anchor], self._n, GREEDY).ids[0].tolist())
 
     def logits_after(self, anchor: int, drafts: Sequence[int]) -> Tensor | None:
-        """The drafter's logits [V] of the slot behind these drafts, relative to the largest; -inf where it cannot draft a token.
+        """The drafter's logits [V] of the slot behind these drafts, relative to the largest; -inf where it cannot draft
+        a token.
 
         ``None`` if the drafter does not draft these.
         """

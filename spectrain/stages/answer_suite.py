@@ -23,7 +23,9 @@ _WARM_UP_TOKENS = 8
 
 
 class Decode(Protocol):
-    """Answers prompts together: their ids, the most tokens of each answer, the number of each random stream, whom to tell of new tokens."""
+    """Answers prompts together: their ids, the most tokens of each answer, the number of each random stream, whom to
+    tell of new tokens.
+    """
 
     def __call__(
         self, prompts: list[list[int]], limits: list[int], streams: list[int], on_tokens: Callable[[int], None], /
@@ -44,12 +46,16 @@ def max_new_tokens(context: Context) -> int:
 def answer_all(
     context: Context, conversations: Sequence[Conversation], decode: Decode, size: int, name: str, servers: int = 1
 ) -> tuple[list[Answer], LoopTiming]:
-    """Answers of one method to all conversations, ``size`` of them decoded together, and where the time went. ``name``: of the method.
+    """Answers of one method to all conversations, ``size`` of them decoded together, and where the time went. ``name``:
+    of the method.
 
-    servers: that share the work. Each is warmed up, for a server's first answer may take a hundred times as long as the next.
+    servers: that share the work. Each is warmed up, for a server's first answer may take a hundred times as long as the
+    next.
     """
     first_ids = context.template.first_prompt_ids(conversations[0])
-    decode([first_ids] * servers, [_WARM_UP_TOKENS] * servers, [0] * servers, lambda tokens: None)  # memory and kernels, off the clock
+    decode(
+        [first_ids] * servers, [_WARM_UP_TOKENS] * servers, [0] * servers, lambda tokens: None
+    )  # memory and kernels, off the clock
     answers: list[Answer] = []
     total = LoopTiming()
     limit = sum(len(conversation.turns) for conversation in conversations) * max_new_tokens(context)
@@ -69,12 +75,18 @@ def _answer_group(
     on_tokens: Callable[[int], None],
     total: LoopTiming,
 ) -> list[Answer]:
-    """All turns of a few conversations. A conversation ends early when an answer was cut off: there is no turn after it."""
+    """All turns of a few conversations. A conversation ends early when an answer was cut off: there is no turn after
+    it.
+    """
     ids = [context.template.first_prompt_ids(conversation) for conversation in group]
     turns: list[list[tuple[list[int], GenerationResult]]] = [[] for _ in group]
     seconds = 0.0
     for turn in range(max(len(conversation.turns) for conversation in group)):
-        rows = [row for row, conversation in enumerate(group) if turn < len(conversation.turns) and (turn == 0 or _goes_on(turns[row]))]
+        rows = [
+            row
+            for row, conversation in enumerate(group)
+            if turn < len(conversation.turns) and (turn == 0 or _goes_on(turns[row]))
+        ]
         if not rows:
             break
         if turn > 0:
@@ -92,7 +104,9 @@ def _answer_group(
     return [_answer(conversation, turns[row], seconds / len(group), batch) for row, conversation in enumerate(group)]
 
 
-def _answer(conversation: Conversation, turns: list[tuple[list[int], GenerationResult]], seconds: float, batch: int | None) -> Answer:
+def _answer(
+    conversation: Conversation, turns: list[tuple[list[int], GenerationResult]], seconds: float, batch: int | None
+) -> Answer:
     results = [result for _, result in turns]
     figures = PromptResult(
         key=conversation.prompt_digest(),
@@ -114,7 +128,8 @@ def answer_limit(context: Context, conversation: Conversation, prompt: list[int]
     if room < 1:
         longest = context.config.target.max_length
         raise InputError(
-            f"{conversation.where}: the prompt of {len(prompt)} tokens leaves no room for an answer in target.max_length={longest}: "
+            f"{conversation.where}: the prompt of {len(prompt)} tokens leaves no room for an answer in "
+            f"target.max_length={longest}: "
             "raise it, or take the prompt out of the suite"
         )
     return min(room, max_new_tokens(context))

@@ -1,4 +1,6 @@
-"""Stage ``capture``: the target runs once over every response, and its hidden states are stored. Writes ``hidden_states/``."""
+"""Stage ``capture``: the target runs once over every response, and its hidden states are stored. Writes
+``hidden_states/``.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ def decide(context: Context) -> Decision:
     """Whether there is anything to capture."""
     folder = context.data_dir.hidden_states
     stored = set(StoredHiddenStates(folder).keys) if (folder / INDEX_NAME).is_file() else set()
-    return context.data_dir.decide("capture", Inputs(fixed_inputs(context), growing_inputs(context)), whole=context.splits.keys() <= stored)
+    return context.data_dir.decide(
+        "capture", Inputs(fixed_inputs(context), growing_inputs(context)), whole=context.splits.keys() <= stored
+    )
 
 
 def fixed_inputs(context: Context) -> dict[str, object]:
@@ -41,7 +45,9 @@ def capture(context: Context) -> None:
     with run_dir.running(decision) as outputs:
         responses = ResponseStore(run_dir.responses).load(list(context.splits), context.splits)
         meta = context.store_meta()
-        everything = sum(len(response.input_ids) for response in responses) * bytes_per_token(meta)  # buffers need be no larger
+        everything = sum(len(response.input_ids) for response in responses) * bytes_per_token(
+            meta
+        )  # buffers need be no larger
         shard_bytes = min(context.config.hidden_states.shard_bytes, everything)
         with HiddenStatesWriter(run_dir.hidden_states, meta, shard_bytes) as writer:
             context.capturing.adopt_leftovers(writer, responses)
@@ -50,8 +56,16 @@ def capture(context: Context) -> None:
             if todo:
                 _capture(context, writer, todo, shard_bytes)
         store = StoredHiddenStates(run_dir.hidden_states)
-        outputs |= {"documents": len(store), "tokens": int(store.lengths.sum()), "bytes": store.total_bytes, "taps": list(context.taps)}
-    say(f"capture: states of {outputs['documents']} documents, {outputs['tokens']:,} tokens, {outputs['bytes'] / 1e6:,.0f} MB")
+        outputs |= {
+            "documents": len(store),
+            "tokens": int(store.lengths.sum()),
+            "bytes": store.total_bytes,
+            "taps": list(context.taps),
+        }
+    say(
+        f"capture: states of {outputs['documents']} documents, {outputs['tokens']:,} tokens, "
+        f"{outputs['bytes'] / 1e6:,.0f} MB"
+    )
 
 
 def _capture(context: Context, writer: HiddenStatesWriter, todo: list[Response], shard_bytes: int) -> None:
@@ -65,7 +79,8 @@ def _capture(context: Context, writer: HiddenStatesWriter, todo: list[Response],
 
 
 def documents(context: Context) -> tuple[StoredHiddenStates, list[int], list[int]]:
-    """The store and the numbers of its training and held-out documents that this run asks for, in the order of the prompt files.
+    """The store and the numbers of its training and held-out documents that this run asks for, in the order of the
+    prompt files.
 
     The order does not depend on when a document was captured, nor the choice on what else the store holds.
     """

@@ -1,6 +1,7 @@
 """What the stages of one command share: the configuration, the run directory, the target and its prompts.
 
-The target's weights are loaded when the first stage needs them, once for all stages; a stage that is skipped never asks.
+The target's weights are loaded when the first stage needs them, once for all stages; a stage that is skipped never
+asks.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ from spectrain.target.spec import TargetSpec
 
 @dataclass
 class Context:
-    """One command at work. ``source`` and ``spec`` are known before anything is written; ``spec`` is None until a target that has to be
-    downloaded is there (a dry run may end before that)."""
+    """One command at work. ``source`` and ``spec`` are known before anything is written; ``spec`` is None until a
+    target that has to be downloaded is there (a dry run may end before that)."""
 
     config: SpectrainConfig
     command: str
@@ -66,7 +67,8 @@ class Context:
 
     @property
     def measured_drafter(self) -> Path:
-        """The folder of the drafter that ``eval`` measures: drafter.path, this run's own, or that of the sweep it belongs to.
+        """The folder of the drafter that ``eval`` measures: drafter.path, this run's own, or that of the sweep it
+        belongs to.
 
         ``run`` trains from drafter.path, so what it measures is always what it trained.
         """
@@ -101,7 +103,9 @@ class Context:
     def open_vllm(self, purpose: str, extra_args: Mapping[str, Any], record_rounds: bool = False) -> VLLMClient:
         """The target, run by vLLM, for one purpose; see ``engines/clients.py``. The caller closes it."""
         config = self.config
-        return open_vllm(config.engine, config.target, self.target.folder, self.logs, purpose, extra_args, record_rounds)
+        return open_vllm(
+            config.engine, config.target, self.target.folder, self.logs, purpose, extra_args, record_rounds
+        )
 
     @property
     def logs(self) -> Path:
@@ -141,7 +145,9 @@ class Context:
 
     @cached_property
     def splits(self) -> dict[str, str]:
-        """Response key -> ``train`` or ``heldout``, in the order of the prompt files: the responses that this configuration asks for."""
+        """Response key -> ``train`` or ``heldout``, in the order of the prompt files: the responses that this
+        configuration asks for.
+        """
         parts = (("train", self.prompts.train), ("heldout", self.prompts.heldout))
         return {
             response_key(conversation, self.sampling, self.target.id, self.target.revision): split
@@ -151,7 +157,9 @@ class Context:
 
     @cached_property
     def taps(self) -> tuple[int, ...]:
-        """The taps to capture: those of the drafter that is trained on, the configured ones, or the target's default."""
+        """The taps to capture: those of the drafter that is trained on, the configured ones, or the target's
+        default.
+        """
         if self.config.drafter.path is not None:
             return read_shape(Path(self.config.drafter.path).expanduser(), self.spec.default_taps()).taps
         return resolve_taps(self.config.drafter, self.spec)
@@ -164,7 +172,9 @@ class Context:
     @property
     def dtype_name(self) -> str:
         """What the target computes in."""
-        return str(choose_dtype(self.config.target.dtype, choose_device(self.config.target.device), self.spec)).removeprefix("torch.")
+        return str(
+            choose_dtype(self.config.target.dtype, choose_device(self.config.target.device), self.spec)
+        ).removeprefix("torch.")
 
     @property
     def states_dtype(self) -> str:

@@ -1,9 +1,11 @@
-"""Stage ``eval``: the drafter in the speculative loop, beside no speculation and n-gram lookup. Writes ``eval/`` and ``report.html``.
+"""Stage ``eval``: the drafter in the speculative loop, beside no speculation and n-gram lookup. Writes ``eval/`` and
+``report.html``.
 
 With a vLLM engine, vLLM decodes instead (``evaluate_served.py``).
 
-All methods answer the same prompts in the same process, one after the other, so that throughputs can be compared; the baseline is
-measured again for every record. At temperature 0 the outputs must be the same, token for token, and the record says whether they are.
+All methods answer the same prompts in the same process, one after the other, so that throughputs can be compared; the
+baseline is measured again for every record. At temperature 0 the outputs must be the same, token for token, and the
+record says whether they are.
 """
 
 from __future__ import annotations
@@ -45,12 +47,14 @@ from spectrain.stages.run_dir import Decision, Inputs
 from spectrain.stages.run_report import Answer, write_run_report
 from spectrain.target.cpu_kernels import speed_up
 from spectrain.target.head import TargetHead
-from spectrain.training.simulated_acceptance import simulate_heldout, serving_sampling
+from spectrain.training.simulated_acceptance import serving_sampling, simulate_heldout
 
 
 @dataclass(frozen=True)
 class _Method:
-    """Something to measure. ``proposer`` None: no speculation. ``policy``: the name of the rule for how many drafts are verified."""
+    """Something to measure. ``proposer`` None: no speculation. ``policy``: the name of the rule for how many drafts are
+    verified.
+    """
 
     name: str
     proposer: Proposer | None
@@ -66,11 +70,17 @@ def decide(context: Context) -> Decision:
     fixed = {
         **context.target_inputs(),
         "drafter": drafter_digest(folder),
-        "prompts of the suite": digest_strings([conversation.prompt_digest() for conversation in suite_prompts(context)]),
+        "prompts of the suite": digest_strings(
+            [conversation.prompt_digest() for conversation in suite_prompts(context)]
+        ),
         "suite.max_new_tokens": max_new_tokens(context),
         "suite.concurrency": config.suite.concurrency,
         "suite.baselines": list(config.suite.baselines),
-        **{f"decoding.{name}": value for name, value in vars(config.decoding).items() if name not in ("draft_policy", "threshold")},
+        **{
+            f"decoding.{name}": value
+            for name, value in vars(config.decoding).items()
+            if name not in ("draft_policy", "threshold")
+        },
         **_policy_inputs(config),
     }
     name = f"eval/{config.suite.name}-n{config.decoding.num_speculative_tokens}-t{config.decoding.temperature:g}"
@@ -105,20 +115,25 @@ def evaluate(context: Context) -> float | None:
     for conversation in suite_prompts(context):  # raises for a prompt without room for an answer
         answer_limit(context, conversation, context.template.first_prompt_ids(conversation))
     with run_dir.running(decision) as outputs:
-        record, answers = _measure(context) if context.config.engine.name == "hf" else measure_with_vllm(context, simulate_same_prompts)
+        record, answers = (
+            _measure(context)
+            if context.config.engine.name == "hf"
+            else measure_with_vllm(context, simulate_same_prompts)
+        )
         outputs |= {"acceptance_length": record.acceptance_length, "record": f"eval/{record.file_name()}"}
     records = read_records(run_dir.eval)
     write_run_report(context, records, answers)
     stdout.print(evaluation_table(records))
     if record.output_identical is False:
         say(
-            "eval: the drafter's output differs from plain greedy decoding; in float32 only ties should do that, see examples in the report"
+            "eval: the drafter's output differs from plain greedy decoding; in float32 only ties should do that, see "
+            "examples in the report"
         )
     say(f"eval: {run_dir.report}")
     return record.acceptance_length
 
 
-# --- measuring -------------------------------------------------------------------------------------------------------------------
+# --- measuring -----------------------------------------------------------------------------------------------------
 
 
 def _measure(context: Context) -> tuple[EvaluationRecord, list[Answer]]:
@@ -127,7 +142,9 @@ def _measure(context: Context) -> tuple[EvaluationRecord, list[Answer]]:
     conversations = suite_prompts(context)
     folder = context.measured_drafter
     drafter = load_drafter(folder, context.spec.default_taps())
-    drafter.attach(TargetHead.from_checkpoint(context.target.folder, device=context.model.device)).to(context.model.device)
+    drafter.attach(TargetHead.from_checkpoint(context.target.folder, device=context.model.device)).to(
+        context.model.device
+    )
     speed_up(drafter)
     simulated = simulate_same_prompts(context, conversations, drafter)
     shown: tuple[EvaluationRecord, list[Answer]] | None = None
@@ -144,10 +161,14 @@ def _measure(context: Context) -> tuple[EvaluationRecord, list[Answer]]:
                 results,
                 baseline,
                 simulated if all_drafts else None,
-                draft_s_per_round=timing.draft_s / timing.rounds if method.proposer is not None and timing.rounds else None,
+                draft_s_per_round=timing.draft_s / timing.rounds
+                if method.proposer is not None and timing.rounds
+                else None,
                 verify_s_per_round=timing.verify_s / timing.rounds if timing.rounds else None,
                 peak_memory_bytes=_peak_memory_bytes(context),
-                confidence=confidence_stats(rounds, config.decoding.num_speculative_tokens, drafter.temperatures, context.eos_ids),
+                confidence=confidence_stats(
+                    rounds, config.decoding.num_speculative_tokens, drafter.temperatures, context.eos_ids
+                ),
             )
             record.write(context.run_dir.eval)
             if method.name == "none":
@@ -167,11 +188,17 @@ def _methods(context: Context, drafter: Drafter, size: int) -> list[_Method]:
         methods.append(_Method("ngram", NGramProposer(config.decoding.ngram_max, config.decoding.ngram_min)))
     policies, cost = config.draft_policies, None
     if SCHEDULER in policies:
-        cost = measure_step_cost(context.model, drafter, size, config.decoding.num_speculative_tokens, config.decoding.seed)
+        cost = measure_step_cost(
+            context.model, drafter, size, config.decoding.num_speculative_tokens, config.decoding.seed
+        )
         steps = {"concurrency": size, "context_tokens": CONTEXT_TOKENS, **asdict(cost)}
-        write_atomically(context.run_dir.step_costs / f"{config.suite.name}-c{size}.json", json.dumps(steps, indent=2) + "\n")
+        write_atomically(
+            context.run_dir.step_costs / f"{config.suite.name}-c{size}.json", json.dumps(steps, indent=2) + "\n"
+        )
     folder = str(context.measured_drafter)
-    return methods + [_Method(drafter.method, drafter, folder, name, build_policy(name, config.decoding, cost)) for name in policies]
+    return methods + [
+        _Method(drafter.method, drafter, folder, name, build_policy(name, config.decoding, cost)) for name in policies
+    ]
 
 
 def _conditions(context: Context, method: _Method, size: int) -> Conditions:
@@ -223,24 +250,35 @@ def _decode(
     return generation.results, generation.timing
 
 
-def simulate_same_prompts(context: Context, conversations: Sequence[Conversation], drafter: Drafter) -> AcceptanceStats | None:
-    """What simulation predicts for the suite's prompts, on their stored texts; None unless those were sampled as the loop samples."""
+def simulate_same_prompts(
+    context: Context, conversations: Sequence[Conversation], drafter: Drafter
+) -> AcceptanceStats | None:
+    """What simulation predicts for the suite's prompts, on their stored texts; None unless those were sampled as the
+    loop samples.
+    """
     config = context.config
     sampling = (config.decoding.temperature, config.decoding.top_p, config.decoding.top_k)
     if context.prompts_or_none is None or not (context.data_dir.hidden_states / INDEX_NAME).is_file():
         return None
     sampled = (context.sampling.temperature, context.sampling.top_p, context.sampling.top_k)
-    if (sampling != sampled and (sampling[0] or sampled[0])) or max_new_tokens(context) != config.sampling.max_new_tokens:
+    if (sampling != sampled and (sampling[0] or sampled[0])) or max_new_tokens(
+        context
+    ) != config.sampling.max_new_tokens:
         return None
     store = capture.open_store(context, drafter.taps)
     if store is None:
         return None
     number = {key: index for index, key in enumerate(store.keys)}
-    keys = [response_key(conversation, context.sampling, context.target.id, context.target.revision) for conversation in conversations]
+    keys = [
+        response_key(conversation, context.sampling, context.target.id, context.target.revision)
+        for conversation in conversations
+    ]
     if any(key not in number for key in keys):
         return None
     documents = [number[key] for key in keys]
-    return simulate_heldout(drafter, store, documents, config.decoding, context.eos_ids, config.trainer.packed_length).stats
+    return simulate_heldout(
+        drafter, store, documents, config.decoding, context.eos_ids, config.trainer.packed_length
+    ).stats
 
 
 def _peak_memory_bytes(context: Context) -> int:

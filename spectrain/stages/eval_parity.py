@@ -1,8 +1,9 @@
 """``spectrain eval parity``: does vLLM, given the drafter's folder, draft and accept exactly what our own loop does?
 
-The suite's prompts (their first turns) are decoded greedily by vLLM, which is then stopped, and by our loop; ``evaluation/parity.py``
-compares every round. What it found goes into the manifest, bound to the digest of the drafter's files, so that a drafter that was changed
-afterwards counts as unchecked. vLLM runs on this machine, whatever engine is configured: no server tells which ids it drafted.
+The suite's prompts (their first turns) are decoded greedily by vLLM, which is then stopped, and by our loop;
+``evaluation/parity.py`` compares every round. What it found goes into the manifest, bound to the digest of the
+drafter's files, so that a drafter that was changed afterwards counts as unchecked. vLLM runs on this machine, whatever
+engine is configured: no server tells which ids it drafted.
 """
 
 from __future__ import annotations
@@ -44,15 +45,21 @@ _RECORD = "parity"
 
 
 def parity_record(run_dir: RunDir, folder: Path) -> dict[str, Any] | None:
-    """What the gate found for exactly the drafter in ``folder``, the latest passed check first; None if it was never checked."""
+    """What the gate found for exactly the drafter in ``folder``, the latest passed check first; None if it was never
+    checked.
+    """
     digest = drafter_digest(folder)
     entries = [name for name in run_dir.manifest()["stages"] if name.startswith("eval/")]
-    records = [record for name in entries if (record := run_dir.outputs(name).get(_RECORD)) and record["drafter"] == digest]
+    records = [
+        record for name in entries if (record := run_dir.outputs(name).get(_RECORD)) and record["drafter"] == digest
+    ]
     return max(records, key=lambda record: record["passed"], default=None)
 
 
 def parity(context: Context) -> None:
-    """Check unless that was done with the same drafter and passed. Raises RunError, with the first difference and hints, if it fails."""
+    """Check unless that was done with the same drafter and passed. Raises RunError, with the first difference and
+    hints, if it fails.
+    """
     check_own_args(context.config.engine.args, measures=True)
     decision = _decide(context)
     if decision.skip:
@@ -67,7 +74,10 @@ def parity(context: Context) -> None:
         outputs[_RECORD] = _record(context, report)
     stdout.print(parity_table(report))
     if not report.passed:
-        raise RunError("parity: " + " ".join([report.reason() + ";", *(f"likely cause: {hint};" for hint in report.hints)]).rstrip(";"))
+        raise RunError(
+            "parity: "
+            + " ".join([report.reason() + ";", *(f"likely cause: {hint};" for hint in report.hints)]).rstrip(";")
+        )
 
 
 def _decide(context: Context) -> Decision:
@@ -75,7 +85,9 @@ def _decide(context: Context) -> Decision:
     fixed = {
         **context.target_inputs(),
         "drafter": drafter_digest(context.measured_drafter),
-        "prompts of the suite": digest_strings([conversation.prompt_digest() for conversation in suite_prompts(context)]),
+        "prompts of the suite": digest_strings(
+            [conversation.prompt_digest() for conversation in suite_prompts(context)]
+        ),
         "suite.max_new_tokens": max_new_tokens(context),
         "decoding.num_speculative_tokens": config.decoding.num_speculative_tokens,
         "vllm": vllm_version(),
@@ -88,18 +100,22 @@ def _decide(context: Context) -> Decision:
     return decision
 
 
-# --- both sides --------------------------------------------------------------------------------------------------------------------
+# --- both sides ----------------------------------------------------------------------------------------------------
 
 
 def _served(context: Context) -> list[Played]:
     """What vLLM plays. It is stopped before the target is loaded here: a device may not have room for both."""
     config = context.config
-    prompts = [(conversation, context.template.first_prompt_ids(conversation)) for conversation in suite_prompts(context)]
+    prompts = [
+        (conversation, context.template.first_prompt_ids(conversation)) for conversation in suite_prompts(context)
+    ]
     requests = [
         Request(str(number), ids, answer_limit(context, conversation, ids), stop_ids=context.eos_ids)
         for number, (conversation, ids) in enumerate(prompts)
     ]
-    speculation = read_serving_config(str(context.measured_drafter)).speculative_config(config.decoding.num_speculative_tokens)
+    speculation = read_serving_config(str(context.measured_drafter)).speculative_config(
+        config.decoding.num_speculative_tokens
+    )
     engine = replace(config.engine, name="vllm")
     extra = {"speculative_config": speculation}
     client = open_vllm(engine, config.target, context.target.folder, context.logs, _RECORD, extra, record_rounds=True)
@@ -117,7 +133,9 @@ def _served(context: Context) -> list[Played]:
 def _drafter(context: Context) -> Drafter:
     """The drafter as vLLM computes it: in 16 bits, where the target is."""
     drafter = load_drafter(context.measured_drafter, context.spec.default_taps())
-    drafter.attach(TargetHead.from_checkpoint(context.target.folder, device=context.model.device)).to(context.model.device)
+    drafter.attach(TargetHead.from_checkpoint(context.target.folder, device=context.model.device)).to(
+        context.model.device
+    )
     if context.model.dtype in (torch.bfloat16, torch.float16):
         drafter.to(context.model.dtype)
     speed_up(drafter)
@@ -127,7 +145,10 @@ def _drafter(context: Context) -> Drafter:
 def _own(context: Context, drafter: Drafter, theirs: list[Played]) -> list[Played]:
     """What our loop plays on the same prompts."""
     prompts = [played.prompt for played in theirs]
-    limits = [answer_limit(context, conversation, prompt) for conversation, prompt in zip(suite_prompts(context), prompts, strict=True)]
+    limits = [
+        answer_limit(context, conversation, prompt)
+        for conversation, prompt in zip(suite_prompts(context), prompts, strict=True)
+    ]
     with ProgressBar("parity loop", total=sum(limits), unit="tokens") as bar:
         generation = speculative_generate(
             context.model,
@@ -140,10 +161,12 @@ def _own(context: Context, drafter: Drafter, theirs: list[Played]) -> list[Playe
             batch_size=max(context.config.suite.concurrency, context.config.engine.batch_size),
             on_tokens=bar.advance,
         )
-    return [Played(prompt, result.ids, result.rounds) for prompt, result in zip(prompts, generation.results, strict=True)]
+    return [
+        Played(prompt, result.ids, result.rounds) for prompt, result in zip(prompts, generation.results, strict=True)
+    ]
 
 
-# --- what is said of it ------------------------------------------------------------------------------------------------------------
+# --- what is said of it --------------------------------------------------------------------------------------------
 
 
 def _record(context: Context, report: ParityReport) -> dict[str, Any]:
@@ -156,7 +179,10 @@ def _record(context: Context, report: ParityReport) -> dict[str, Any]:
         "equal": report.equal,
         "near_ties": len(report.ties),
         "different": len(report.different),
-        "acceptance_per_position": {"loop": report.ours.acceptance_per_position, "vllm": report.theirs.acceptance_per_position},
+        "acceptance_per_position": {
+            "loop": report.ours.acceptance_per_position,
+            "vllm": report.theirs.acceptance_per_position,
+        },
         "listed_near_ties": [_difference(tie) for tie in report.ties[:_LISTED]],
         "first_difference": _difference(report.different[0]) if report.different else None,
         "hints": list(report.hints),
@@ -177,10 +203,17 @@ def parity_table(report: ParityReport) -> RenderableType:
         table.add_row(name, *_figures(stats))
     verdict = Text("parity: ", style="bold")
     verdict.append("equal" if report.passed else "NOT equal", style="bold green" if report.passed else "bold red")
-    verdict.append(f"; of {report.rounds} rounds {report.equal} are equal, {len(report.ties)} near-ties, {len(report.different)} different")
+    verdict.append(
+        f"; of {report.rounds} rounds {report.equal} are equal, {len(report.ties)} near-ties, {len(report.different)} "
+        f"different"
+    )
     lines = [Text(f"near-tie at {tie}", style="dim") for tie in report.ties[:_LISTED]]
     return Group(table, verdict, *lines)
 
 
 def _figures(stats: AcceptanceStats) -> tuple[str, ...]:
-    return f"{stats.rounds:,}", f"{stats.acceptance_length:.3f}", " ".join(share_text(share) for share in stats.acceptance_per_position)
+    return (
+        f"{stats.rounds:,}",
+        f"{stats.acceptance_length:.3f}",
+        " ".join(share_text(share) for share in stats.acceptance_per_position),
+    )

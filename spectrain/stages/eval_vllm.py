@@ -1,7 +1,9 @@
-"""``eval`` with vLLM: the drafter, n-gram lookup and no speculation, each by a vLLM of its own, one after the other in one command.
+"""``eval`` with vLLM: the drafter, n-gram lookup and no speculation, each by a vLLM of its own, one after the other in
+one command.
 
-The figures come from vLLM's own account of every round. Prompts, groups and records are those of our own loop, so both can be compared, and
-the simulation's promise stands beside. Servers that run already (``engine.urls``) do what they were started for: only that is measured.
+The figures come from vLLM's own account of every round. Prompts, groups and records are those of our own loop, so both
+can be compared, and the simulation's promise stands beside. Servers that run already (``engine.urls``) do what they
+were started for: only that is measured.
 """
 
 from __future__ import annotations
@@ -63,15 +65,20 @@ def measure_with_vllm(context: Context, simulate: Simulate) -> tuple[EvaluationR
         try:
             for size in context.config.batch_sizes:
                 decode = _Decoder(context, client)
-                answers, _ = answer_all(context, conversations, decode, size, f"{method.name} (vLLM)", _servers(context.config.engine))
+                answers, _ = answer_all(
+                    context, conversations, decode, size, f"{method.name} (vLLM)", _servers(context.config.engine)
+                )
                 if method.drafter is not None and not decode.drafted:
                     raise RunError(
-                        f"eval: {context.config.engine.name} reports no rounds of speculation: its servers have no drafter, or run "
+                        f"eval: {context.config.engine.name} reports no rounds of speculation: its servers have no "
+                        f"drafter, or run "
                         "without --per-request-spec-decode-metrics detailed"
                     )
                 results = [answer.result for answer in answers]
                 simulated = simulated if method.drafter is not None else None
-                record = build_record(_conditions(context, method, size, version), results, baselines.get(size), simulated)
+                record = build_record(
+                    _conditions(context, method, size, version), results, baselines.get(size), simulated
+                )
                 record.write(context.run_dir.eval)
                 if method.name == "none":
                     baselines[size] = results
@@ -106,7 +113,10 @@ def _methods(context: Context) -> list[_Method]:
     n = config.decoding.num_speculative_tokens
     served = read_serving_config(str(context.measured_drafter))
     if config.engine.name == "vllm_server" and config.engine.urls:
-        say("note: servers that run already do what they were started for: the drafter is measured, without baselines and speed-up")
+        say(
+            "note: servers that run already do what they were started for: the drafter is measured, without baselines "
+            "and speed-up"
+        )
         return [_Method(served.method, {}, served.path)]
     ngram = {
         "method": "ngram",
@@ -126,7 +136,8 @@ class _Decoder:
     """``Decode`` by a service. ``drafted``: whether any round of speculation was reported so far."""
 
     def __init__(self, context: Context, client: VLLMClient) -> None:
-        self._context, self._client = context, client
+        self._context = context
+        self._client = client
         self._asked = 0
         self.drafted = False
 

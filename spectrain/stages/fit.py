@@ -1,4 +1,6 @@
-"""Stage ``fit``: train the drafter on the stored states. Writes ``drafter/``, ``checkpoints/`` and ``metrics.jsonl``."""
+"""Stage ``fit``: train the drafter on the stored states. Writes ``drafter/``, ``checkpoints/`` and
+``metrics.jsonl``.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,11 @@ def decide(context: Context) -> Decision:
 
 def _inputs(context: Context) -> dict[str, Any]:
     config = context.config
-    keys = {**flatten(config.drafter, "drafter."), **flatten(config.trainer, "trainer."), **flatten(config.decoding, "decoding.")}
+    keys = {
+        **flatten(config.drafter, "drafter."),
+        **flatten(config.trainer, "trainer."),
+        **flatten(config.decoding, "decoding."),
+    }
     kept = {key: value for key, value in keys.items() if key not in _NO_INPUTS and not key.startswith("decoding.ngram")}
     if not config.drafter.is_block:
         kept = {key: value for key, value in kept.items() if not key.startswith("drafter.block.")}
@@ -52,7 +58,9 @@ def _inputs(context: Context) -> dict[str, Any]:
 
 
 def fit(context: Context) -> float | None:
-    """Train unless that has been done; brings responses and states up to date first. Returns the best acceptance length of the simulation."""
+    """Train unless that has been done; brings responses and states up to date first. Returns the best acceptance length
+    of the simulation.
+    """
     capture.capture(context)
     decision = decide(context)
     if decision.skip:
@@ -74,7 +82,11 @@ def _train(context: Context, store: StoredHiddenStates, train: list[int], heldou
     from spectrain.training.trainer import FitPaths, Trainer
 
     config, run_dir = context.config, context.run_dir
-    train = [number for number in train if store.loss_counts[number] > 1 and _teaches(store[number], config.trainer.packed_length)]
+    train = [
+        number
+        for number in train
+        if store.loss_counts[number] > 1 and _teaches(store[number], config.trainer.packed_length)
+    ]
     head = TargetHead.from_checkpoint(context.target.folder)
     if config.drafter.path is not None:
         drafter = continue_drafter(config.drafter, head, context.spec.default_taps())
@@ -84,14 +96,22 @@ def _train(context: Context, store: StoredHiddenStates, train: list[int], heldou
         expected_V = None if size in (None, head.vocab_size) else _expected_tokens(store, train, head)
         vocab = build_vocab(_tokens(store, train), size, context.spec.vocab_size, expected_V)
         mask = _mask_token(config.drafter, store, train, head)
-        drafter = build_drafter(config.drafter, context.spec, vocab, head, context.target.folder, config.trainer.seed, mask)
+        drafter = build_drafter(
+            config.drafter, context.spec, vocab, head, context.target.folder, config.trainer.seed, mask
+        )
         if config.drafter.init == "closed_form" and newest_checkpoint(run_dir.checkpoints) is None:
             _start(drafter, store, train)
     coverage = _coverage(store, heldout, vocab)
-    say(f"fit: {len(train)} documents, draft vocabulary of {len(vocab.ids_D):,} covers {coverage:.2%} of the held-out generated tokens")
+    say(
+        f"fit: {len(train)} documents, draft vocabulary of {len(vocab.ids_D):,} covers {coverage:.2%} of the held-out "
+        f"generated tokens"
+    )
     lost = truncated_tokens(store.lengths[train].tolist(), config.trainer.packed_length)
     if lost:
-        say(f"fit: note: {lost:,} tokens lie beyond the first trainer.packed_length of their document and are not trained on")
+        say(
+            f"fit: note: {lost:,} tokens lie beyond the first trainer.packed_length of their document and are not "
+            f"trained on"
+        )
     trainer = Trainer(
         config=config,
         paths=FitPaths(run_dir.checkpoints, run_dir.drafter, run_dir.metrics),
@@ -143,7 +163,10 @@ def _mask_token(config: DrafterConfig, store: StoredHiddenStates, train: list[in
     given = config.block.mask_token_id
     if given is not None:
         if given < len(used_V) and used_V[given]:
-            say(f"fit: note: the mask token {given} occurs {used_V[given]:,} times in the training text, where it means something else")
+            say(
+                f"fit: note: the mask token {given} occurs {used_V[given]:,} times in the training text, where it "
+                f"means something else"
+            )
         return given
     mask = choose_mask_token(used_V, head.embed_weight)
     say(f"fit: token {mask}, which the training text never uses, is the mask token")
@@ -151,7 +174,9 @@ def _mask_token(config: DrafterConfig, store: StoredHiddenStates, train: list[in
 
 
 def _teaches(document: TargetStates, packed_length: int) -> bool:
-    """Whether two generated tokens stand side by side in the part that is trained on; else no drafter learns anything from it."""
+    """Whether two generated tokens stand side by side in the part that is trained on; else no drafter learns anything
+    from it.
+    """
     mask_S = document.loss_mask[:packed_length].bool()
     return bool((mask_S[:-1] & mask_S[1:]).any())
 
@@ -169,7 +194,9 @@ def _tokens(store: StoredHiddenStates, numbers: list[int]) -> Iterator[tuple[np.
 
 @torch.no_grad()
 def _expected_tokens(store: StoredHiddenStates, numbers: list[int], head: TargetHead) -> np.ndarray:
-    """How often the target expected each token in the places where it generated one, float64 [V]: its distribution summed over a sample of them."""
+    """How often the target expected each token in the places where it generated one, float64 [V]: its distribution
+    summed over a sample of them.
+    """
     generated = int(store.loss_counts[numbers].sum())
     every = -(-generated // VOCAB_SAMPLE)
     expected_V, seen = torch.zeros(head.vocab_size, dtype=torch.float64), 0

@@ -1,7 +1,7 @@
 """Stage ``generate``: the target answers the prompts. Writes ``responses/``.
 
-Responses are stored under a key made of prompt, sampling and target, so any set of prompts can be asked for later and only what is
-missing is generated.
+Responses are stored under a key made of prompt, sampling and target, so any set of prompts can be asked for later and
+only what is missing is generated.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ def decide(context: Context) -> Decision:
         **{f"sampling.{name}": value for name, value in sampling.items()},
     }
     stored = ResponseStore(context.data_dir.responses).keys()
-    return context.data_dir.decide("generate", Inputs(context.target_inputs(), growing), whole=context.splits.keys() <= stored)
+    return context.data_dir.decide(
+        "generate", Inputs(context.target_inputs(), growing), whole=context.splits.keys() <= stored
+    )
 
 
 def generate(context: Context) -> None:
@@ -75,22 +77,38 @@ def _generate(context: Context, store: ResponseStore, todo: list[tuple[Conversat
         store.append(part)
 
 
-def _responses(context: Context, todo: list[tuple[Conversation, str]], on_tokens: Callable[[int], None]) -> Iterator[Response]:
-    """From the engine; with ``capture.during_generation`` it leaves the states of what it generates for the stage ``capture``."""
+def _responses(
+    context: Context, todo: list[tuple[Conversation, str]], on_tokens: Callable[[int], None]
+) -> Iterator[Response]:
+    """From the engine; with ``capture.during_generation`` it leaves the states of what it generates for the stage
+    ``capture``.
+    """
     if not context.config.capture.during_generation:
         return context.engine.generate(todo, context.sampling, on_tokens)
     from spectrain.engines.vllm.generate_and_capture import OnePass, states_for
 
-    shortest = heapq.nsmallest(DOCUMENTS, (conversation for conversation, _ in todo), key=lambda conversation: len(conversation.turns[0]))
-    prompts = [(f"prompt {conversation.id}", context.template.first_prompt_ids(conversation)) for conversation in shortest]
-    one_pass = OnePass(context.capturing, context.store_meta(), context.config.hidden_states.shard_bytes, context.data_dir.hidden_states, prompts)
+    shortest = heapq.nsmallest(
+        DOCUMENTS, (conversation for conversation, _ in todo), key=lambda conversation: len(conversation.turns[0])
+    )
+    prompts = [
+        (f"prompt {conversation.id}", context.template.first_prompt_ids(conversation)) for conversation in shortest
+    ]
+    one_pass = OnePass(
+        context.capturing,
+        context.store_meta(),
+        context.config.hidden_states.shard_bytes,
+        context.data_dir.hidden_states,
+        prompts,
+    )
     length = context.config.target.max_length
     engine = VLLMEngine(context.target, context.template, context.eos_ids, length, one_pass.open_vllm)
     return engine.generate(todo, context.sampling, on_tokens, states_for=states_for)
 
 
 def _named(conversations: list[Conversation]) -> str:
-    return f"{len(conversations)} ({digest_strings([conversation.prompt_digest() for conversation in conversations])[:8]})"
+    return (
+        f"{len(conversations)} ({digest_strings([conversation.prompt_digest() for conversation in conversations])[:8]})"
+    )
 
 
 def _counts(responses: list[Response]) -> dict[str, int]:

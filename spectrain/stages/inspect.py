@@ -1,6 +1,8 @@
-"""``spectrain inspect responses``: print responses with their supervised tokens marked, the quickest way to see that a loss mask is right.
+"""``spectrain inspect responses``: print responses with their supervised tokens marked, the quickest way to see that a
+loss mask is right.
 
-With colour, supervised text is green and context grey; without (a pipe, a log, NO_COLOR) supervised spans stand in brackets.
+With colour, supervised text is green and context grey; without (a pipe, a log, NO_COLOR) supervised spans stand in
+brackets.
 """
 
 from __future__ import annotations
@@ -35,17 +37,22 @@ def inspect(config: SpectrainConfig, limit: int, split: str | None = None) -> No
     run_dir.check({})
     responses = ResponseStore(run_dir.responses).load()
     if not responses:
-        raise InputError(f"run.dir={run_dir.path} holds no responses: run spectrain generate first, or name another run.dir")
+        raise InputError(
+            f"run.dir={run_dir.path} holds no responses: run spectrain generate first, or name another run.dir"
+        )
     target = resolve_target(config.target)
     run_dir.check({"id": target.id, "revision": target.revision})
-    tokenizer = AutoTokenizer.from_pretrained(str(target.folder), local_files_only=True, trust_remote_code=config.target.trust_remote_code)
+    tokenizer = AutoTokenizer.from_pretrained(
+        str(target.folder), local_files_only=True, trust_remote_code=config.target.trust_remote_code
+    )
     inspect_responses(responses, tokenizer, stdout, limit=limit, split=split)
 
 
 def inspect_responses(
     responses: Sequence[Response], tokenizer: Any, console: Console, limit: int | None = None, split: str | None = None
 ) -> None:
-    """Print the first ``limit`` responses (None: all) of ``split`` ("train", "heldout"; None: both), a legend before and totals after.
+    """Print the first ``limit`` responses (None: all) of ``split`` ("train", "heldout"; None: both), a legend before
+    and totals after.
 
     Nothing in a response can reach the terminal as a control sequence or be taken for markup.
     """
@@ -62,7 +69,8 @@ def inspect_responses(
     _print(
         console,
         Text(
-            f"\n{len(shown)} of {len(chosen)} {split + ' ' if split else ''}responses shown; all together {tokens:,} tokens, "
+            f"\n{len(shown)} of {len(chosen)} {split + ' ' if split else ''}responses shown; all together {tokens:,} "
+            f"tokens, "
             f"{supervised:,} supervised ({_percent(supervised, tokens)}), {cut} truncated",
             style="bold",
         ),
@@ -122,7 +130,8 @@ def _document(response: Response, tokenizer: Any, brackets: tuple[str, str] | No
 def _spans(response: Response, tokenizer: Any, encoding: str) -> Iterator[tuple[str, bool]]:
     """Runs of tokens with one mask value, as printable text.
 
-    A run is what it adds to the decoded text before it, because some tokenizers drop the blank before a word that they decode alone.
+    A run is what it adds to the decoded text before it, because some tokenizers drop the blank before a word that they
+    decode alone.
     """
     ids, end, before = response.input_ids.tolist(), 0, ""
     for mask, run in groupby(response.loss_mask.tolist()):
@@ -137,9 +146,13 @@ def _spans(response: Response, tokenizer: Any, encoding: str) -> Iterator[tuple[
 
 
 def _printable(text: str, encoding: str) -> str:
-    """Escapes instead of control and direction characters and of what ``encoding`` lacks; line feeds and tabs as they are."""
+    """Escapes instead of control and direction characters and of what ``encoding`` lacks; line feeds and tabs as they
+    are.
+    """
     safe = "".join(
-        ascii(letter)[1:-1] if letter not in "\n\t" and (unicodedata.category(letter) == "Cc" or letter in _DIRECTIONS) else letter
+        ascii(letter)[1:-1]
+        if letter not in "\n\t" and (unicodedata.category(letter) == "Cc" or letter in _DIRECTIONS)
+        else letter
         for letter in text
     )
     return safe.encode(encoding, "backslashreplace").decode(encoding)

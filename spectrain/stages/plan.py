@@ -1,8 +1,8 @@
 """What a command would do and cost, before it starts: ``spectrain plan`` and ``--dry-run``.
 
-Estimates are simple on purpose: tokens from characters and limits, disk and memory from shapes, time from counted floating-point
-operations over the speed of this machine, measured for a blink. They are right within a factor of two or so, which is what one needs to
-decide between an afternoon and a week.
+Estimates are simple on purpose: tokens from characters and limits, disk and memory from shapes, time from counted
+floating-point operations over the speed of this machine, measured for a blink. They are right within a factor of two or
+so, which is what one needs to decide between an afternoon and a week.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _CHARS_PER_TOKEN = 3.5
 _TEMPLATE_TOKENS = 16  # of a turn
 _VLLM_SEQUENCES = 256  # requests that vLLM runs together where nobody says
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-# Shares of the measured peak that a stage reaches. Decoding is bound by reading weights rather than by arithmetic, see _decode_s.
+# Shares of the measured peak that a stage reaches. Decoding is bound by reading weights rather than by arithmetic, see
+# _decode_s.
 _FORWARD_SHARE, _TRAIN_SHARE = 0.6, 0.5
 
 
@@ -64,7 +65,9 @@ def estimate(context: Context) -> Estimate:
 
 
 def _activation_bytes(context: Context) -> int:
-    """Of one forward pass: the batch's taps, and what the drafter's layers keep for their backward pass. Logits are made by tiles."""
+    """Of one forward pass: the batch's taps, and what the drafter's layers keep for their backward pass. Logits are
+    made by tiles.
+    """
     config, spec = context.config, context.spec
     drafter, tokens = config.drafter, config.trainer.packed_length * config.trainer.micro_batch_size
     if drafter.is_block:
@@ -110,10 +113,11 @@ def _matrices(context: Context) -> dict[str, int]:
 
 
 def _fit_flops(context: Context, numbers: Estimate) -> float:
-    """Of one epoch over all documents: a multiply-add is two operations forward, and four backward where a matrix is trained.
+    """Of one epoch over all documents: a multiply-add is two operations forward, and four backward where a matrix is
+    trained.
 
-    The head meets each output (twice forward, as its logits are made anew for the backward pass, and once backward), and once each
-    token whose distribution is the teacher's. Tables that are looked up cost nothing.
+    The head meets each output (twice forward, as its logits are made anew for the backward pass, and once backward),
+    and once each token whose distribution is the teacher's. Tables that are looked up cost nothing.
     """
     drafter, matrices = context.config.drafter, _matrices(context)
     vocabulary = (drafter.draft_vocab_size or context.spec.vocab_size) * context.spec.hidden_size
@@ -123,15 +127,21 @@ def _fit_flops(context: Context, numbers: Estimate) -> float:
         per_token += sum(size for name, size in matrices.items() if name.endswith(("k_proj.weight", "v_proj.weight")))
     looked_up = ("fc.weight", "lm_head.weight", "markov_w1.weight", "codebook")
     per_output = sum(size for name, size in matrices.items() if not name.endswith(looked_up))
-    return 6 * (per_token * numbers.tokens + per_output * outputs) + 2 * vocabulary * (3 * outputs + numbers.generated_tokens)
+    return 6 * (per_token * numbers.tokens + per_output * outputs) + 2 * vocabulary * (
+        3 * outputs + numbers.generated_tokens
+    )
 
 
 def _trained_positions(context: Context, numbers: Estimate) -> float:
-    """Outputs of the drafter in one epoch over all documents: steps of each generated token, or slots of the blocks that are drawn."""
+    """Outputs of the drafter in one epoch over all documents: steps of each generated token, or slots of the blocks
+    that are drawn.
+    """
     drafter = context.config.drafter
     if not drafter.is_block:
         return numbers.generated_tokens * drafter.ttt_steps
-    blocks = min(numbers.generated_tokens, numbers.tokens * drafter.block.anchors / context.config.trainer.packed_length)
+    blocks = min(
+        numbers.generated_tokens, numbers.tokens * drafter.block.anchors / context.config.trainer.packed_length
+    )
     return blocks * drafter.block.block_size
 
 
@@ -154,10 +164,12 @@ def _tokens(conversation: Conversation, max_new_tokens: int) -> tuple[int, int]:
 
 def _meta(context: Context) -> StoreMeta:
     """Enough of a store's description to know the size of its tokens."""
-    return StoreMeta("", "", "", "", "", tap_ids=context.taps, hidden_size=context.spec.hidden_size, dtype=context.states_dtype)
+    return StoreMeta(
+        "", "", "", "", "", tap_ids=context.taps, hidden_size=context.spec.hidden_size, dtype=context.states_dtype
+    )
 
 
-# --- time ------------------------------------------------------------------------------------------------------------------------
+# --- time ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -190,7 +202,10 @@ def measure_speed(context: Context) -> MachineSpeed:
             best = min(best, time.perf_counter() - start)
         return best
 
-    return MachineSpeed(2 * size**3 / seconds(lambda: square @ square), wide.numel() * wide.element_size() / seconds(lambda: wide @ vector))
+    return MachineSpeed(
+        2 * size**3 / seconds(lambda: square @ square),
+        wide.numel() * wide.element_size() / seconds(lambda: wide @ vector),
+    )
 
 
 def stage_seconds(context: Context, numbers: Estimate, speed: MachineSpeed) -> dict[str, float]:
@@ -226,21 +241,32 @@ def _decode_s(numbers: Estimate, speed: MachineSpeed, batch: int, weights: int) 
     return max(numbers.target_bytes / speed.bytes_per_s, 2 * weights * batch / (speed.flops_per_s * _FORWARD_SHARE))
 
 
-# --- showing it ------------------------------------------------------------------------------------------------------------------
+# --- showing it ----------------------------------------------------------------------------------------------------
 
 
 def show_plan(context: Context, command: str) -> None:
     """Print what ``command`` would do here (``plan``: the whole pipeline) and what it would take."""
     config = context.config
-    lines = [("run directory", str(context.run_dir.path)), ("target", f"{config.target.name}: {context.source.summary}")]
+    lines = [
+        ("run directory", str(context.run_dir.path)),
+        ("target", f"{config.target.name}: {context.source.summary}"),
+    ]
     if context.spec_or_none is not None:
         spec = context.spec
-        lines.append(("", f"{spec.num_layers} layers, hidden size {spec.hidden_size}, {spec.vocab_size:,} tokens, {context.dtype_name}"))
+        lines.append(
+            (
+                "",
+                f"{spec.num_layers} layers, hidden size {spec.hidden_size}, {spec.vocab_size:,} tokens, "
+                f"{context.dtype_name}",
+            )
+        )
         lines += _drafter_lines(context, command)
     if context.prompts_or_none is not None:
         lines.append(("prompts", f"{len(context.prompts.train):,} training, {len(context.prompts.heldout):,} held out"))
     if command in ("eval", "run", "plan"):
-        lines.append(("suite", f"{config.suite.name}: {config.suite.prompts}, at most {config.suite.max_prompts} prompts"))
+        lines.append(
+            ("suite", f"{config.suite.name}: {config.suite.prompts}, at most {config.suite.max_prompts} prompts")
+        )
         batches, policies = (", ".join(map(str, several)) for several in (config.batch_sizes, config.draft_policies))
         lines.append(("", f"conversations at a time: {batches}; draft policy: {policies}"))
     if context.spec_or_none is None:
@@ -304,7 +330,11 @@ def _cost_lines(context: Context, command: str, skipped: set[str]) -> list[tuple
     return [
         ("tokens", f"at most {numbers.tokens:,}, of which {numbers.generated_tokens:,} generated"),
         ("disk", f"{_gb(numbers.states_bytes)} of states at most ({context.states_dtype}), {_gb(free)} free"),
-        *([("", "MORE THAN IS FREE: hidden_states.dtype=int8, data.max_train or sampling.max_new_tokens lower it")] if short else []),
+        *(
+            [("", "MORE THAN IS FREE: hidden_states.dtype=int8, data.max_train or sampling.max_new_tokens lower it")]
+            if short
+            else []
+        ),
         ("memory", f"target {_gb(numbers.target_bytes)}, training {_gb(numbers.train_bytes)}"),
         ("drafter", f"{numbers.drafter_parameters / 1e6:,.1f} M trained parameters"),
         (

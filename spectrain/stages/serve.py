@@ -1,8 +1,9 @@
 """``spectrain serve``: vLLM's server with a target and a drafter, as measured; or its command, to be started elsewhere.
 
-The server replaces this process (``exec``): it has the terminal, gets every signal itself, and its exit code is ours. Whatever vLLM can do
-for those who serve (context length, sampling defaults of the target, addresses, keys) stays as vLLM has it; what this command knows better
-is the drafter, its method, how many tokens to draft, and the engine's settings.
+The server replaces this process (``exec``): it has the terminal, gets every signal itself, and its exit code is ours.
+Whatever vLLM can do for those who serve (context length, sampling defaults of the target, addresses, keys) stays as
+vLLM has it; what this command knows better is the drafter, its method, how many tokens to draft, and the engine's
+settings.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from spectrain.evaluation.recommend import Recommendation, recommend
 from spectrain.evaluation.records import EvaluationRecord, read_record
 from spectrain.stages.run_dir import RunDir
 
-# Arguments that spectrain sets for its own runs. A server keeps vLLM's: the target's whole context, and its own sampling defaults.
+# Arguments that spectrain sets for its own runs. A server keeps vLLM's: the target's whole context, and its own
+# sampling defaults.
 _OF_RUNS = ("max_model_len", "generation_config", "seed")
 # Where the configuration says no more than vLLM by itself, the command stays short.
 _VLLM_DEFAULTS: dict[str, Any] = {
@@ -78,16 +80,25 @@ def serve_command(config: SpectrainConfig, given: Sequence[str], flags: Sequence
     """The command of ``serve``; everything that can be checked is checked. Arguments and errors as there."""
     keys = {override.partition("=")[0] for override in given}
     if "decoding.draft_policy" in keys:
-        raise ConfigError("decoding.draft_policy is our own loop's: vLLM verifies all drafts of a round, so leave it out for serve")
+        raise ConfigError(
+            "decoding.draft_policy is our own loop's: vLLM verifies all drafts of a round, so leave it out for serve"
+        )
     if "speculative_config" in config.engine.args:
-        raise ConfigError("engine.args.speculative_config is set by serve, from the drafter's folder and decoding.num_speculative_tokens")
+        raise ConfigError(
+            "engine.args.speculative_config is set by serve, from the drafter's folder and "
+            "decoding.num_speculative_tokens"
+        )
     drafter = read_serving_config(_drafter_path(config, keys))
     target, target_config = _target(config, drafter, keys)
     _check_fit(drafter, target, target_config)
     number = _num_speculative_tokens(config, drafter, keys)
-    args = vllm_options.engine_args(config.engine, target_config, target, {"speculative_config": drafter.speculative_config(number)})
+    args = vllm_options.engine_args(
+        config.engine, target_config, target, {"speculative_config": drafter.speculative_config(number)}
+    )
     vllm_options.check_args(args)
-    return ServeCommand([*_server(target), *vllm_options.cli_flags(_kept(args, config.engine.args)), *flags], _environment(config))
+    return ServeCommand(
+        [*_server(target), *vllm_options.cli_flags(_kept(args, config.engine.args)), *flags], _environment(config)
+    )
 
 
 def _server(target: str) -> list[str]:
@@ -113,23 +124,29 @@ def _environment(config: SpectrainConfig) -> dict[str, str]:
     return vllm_options.environment(config.engine)
 
 
-# --- drafter and target ----------------------------------------------------------------------------------------------------------
+# --- drafter and target --------------------------------------------------------------------------------------------
 
 
 def _drafter_path(config: SpectrainConfig, keys: set[str]) -> str:
-    """drafter.path of the command line, or the run's own drafter. One that the run went on from is not what it trained."""
+    """drafter.path of the command line, or the run's own drafter. One that the run went on from is not what it
+    trained.
+    """
     if "drafter.path" in keys and config.drafter.path is not None:
         return config.drafter.path
     if "run.dir" not in keys:
         raise ConfigError("serve what? Name a run (run.dir=DIR) or a drafter (drafter.path=FOLDER_OR_HUB_ID)")
     folder = RunDir(config.run.dir).drafter
     if not folder.is_dir():
-        raise InputError(f"run.dir={config.run.dir} holds no drafter: run spectrain fit first, or name one with drafter.path")
+        raise InputError(
+            f"run.dir={config.run.dir} holds no drafter: run spectrain fit first, or name one with drafter.path"
+        )
     return str(folder)
 
 
 def _target(config: SpectrainConfig, drafter: ServingConfig, keys: set[str]) -> tuple[str, TargetConfig]:
-    """(folder or Hub id of the target, its settings with the revision to load): the one the user names, else the drafter's own."""
+    """(folder or Hub id of the target, its settings with the revision to load): the one the user names, else the
+    drafter's own.
+    """
     named = bool(keys & {"target", "target.path", "recipe"})
     own = drafter.target
     if own is not None and not named:
@@ -151,7 +168,9 @@ def _target(config: SpectrainConfig, drafter: ServingConfig, keys: set[str]) -> 
 
 
 def _check_fit(drafter: ServingConfig, target: str, config: TargetConfig) -> None:
-    """A drafter for another target would end in an error of shapes, after the target was loaded. Checked where the target is here."""
+    """A drafter for another target would end in an error of shapes, after the target was loaded. Checked where the
+    target is here.
+    """
     if not os.path.isdir(target):
         return
     from spectrain.target.spec import TargetSpec
@@ -162,14 +181,18 @@ def _check_fit(drafter: ServingConfig, target: str, config: TargetConfig) -> Non
         ("vocabulary", drafter.vocab_size, spec.vocab_size),
     ):
         if ours != theirs:
-            raise InputError(f"drafter {drafter.path} was trained for another target: its {name} is {ours:,}, that of {target} {theirs:,}")
+            raise InputError(
+                f"drafter {drafter.path} was trained for another target: its {name} is {ours:,}, that of {target} "
+                f"{theirs:,}"
+            )
     if drafter.last_tap is not None and drafter.last_tap > spec.num_layers:
         raise InputError(
-            f"drafter {drafter.path} was trained for another target: it reads layer {drafter.last_tap}, {target} has {spec.num_layers}"
+            f"drafter {drafter.path} was trained for another target: it reads layer {drafter.last_tap}, {target} has "
+            f"{spec.num_layers}"
         )
 
 
-# --- how many tokens to draft ----------------------------------------------------------------------------------------------------
+# --- how many tokens to draft --------------------------------------------------------------------------------------
 
 
 def _num_speculative_tokens(config: SpectrainConfig, drafter: ServingConfig, keys: set[str]) -> int:
@@ -178,11 +201,16 @@ def _num_speculative_tokens(config: SpectrainConfig, drafter: ServingConfig, key
     if "decoding.num_speculative_tokens" in keys:
         number = config.decoding.num_speculative_tokens
         if most is not None and number > most:
-            raise ConfigError(f"decoding.num_speculative_tokens={number}: drafter {drafter.path} drafts at most {most}: lower it")
+            raise ConfigError(
+                f"decoding.num_speculative_tokens={number}: drafter {drafter.path} drafts at most {most}: lower it"
+            )
         return number
     found = recommend(measured_records(config, drafter, keys), drafter.autoregressive)
     if found is None or (most is not None and found.num_speculative_tokens > most):
-        say(f"serve: {drafter.num_speculative_tokens} drafts a round, as the drafter's folder says (nothing else was measured)")
+        say(
+            f"serve: {drafter.num_speculative_tokens} drafts a round, as the drafter's folder says (nothing else was "
+            f"measured)"
+        )
         return drafter.num_speculative_tokens
     say(f"serve: {found.num_speculative_tokens} drafts a round: {found.reason}")
     if _loses(found):
@@ -195,13 +223,21 @@ def _loses(found: Recommendation) -> bool:
 
 
 def measured_records(config: SpectrainConfig, drafter: ServingConfig, keys: set[str]) -> list[EvaluationRecord]:
-    """Evaluation records of exactly these weights, in the run directory that was named, else in the one that the drafter lies in."""
+    """Evaluation records of exactly these weights, in the run directory that was named, else in the one that the
+    drafter lies in.
+    """
     folder = Path(drafter.path)
     run_dir = RunDir(config.run.dir if "run.dir" in keys else folder.parent)
     stages = run_dir.manifest()["stages"]
-    entries = [entry for name, entry in stages.items() if name.startswith("eval/") and "record" in entry.get("outputs", {})]
+    entries = [
+        entry for name, entry in stages.items() if name.startswith("eval/") and "record" in entry.get("outputs", {})
+    ]
     if not entries or not folder.is_dir():
         return []
     digest = drafter_digest(folder)
-    paths = [run_dir.path / entry["outputs"]["record"] for entry in entries if entry["inputs"]["fixed"].get("drafter") == digest]
+    paths = [
+        run_dir.path / entry["outputs"]["record"]
+        for entry in entries
+        if entry["inputs"]["fixed"].get("drafter") == digest
+    ]
     return [record for record in (read_record(path) for path in paths if path.is_file()) if record.is_drafter]

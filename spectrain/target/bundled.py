@@ -1,8 +1,8 @@
 """A target out of an installed Python package: its GGUF, converted once into a safetensors folder in the user's cache.
 
-This is how a small target works without network beyond package installation. The package is located, never imported. Conversion of
-a 135 M parameter model takes half a minute and four bytes a parameter on disk; the folder appears under its final name only when it is
-whole, so a kill or a second process at the same moment leaves no half-written target.
+This is how a small target works without network beyond package installation. The package is located, never imported.
+Conversion of a 135 M parameter model takes half a minute and four bytes a parameter on disk; the folder appears under
+its final name only when it is whole, so a kill or a second process at the same moment leaves no half-written target.
 """
 
 from __future__ import annotations
@@ -28,14 +28,17 @@ _CONVERSION = 1
 
 
 def find_gguf(package: str) -> Path | None:
-    """The one GGUF in an installed package, None if the package is not installed; ``InputError`` if it has no GGUF, or several."""
+    """The one GGUF in an installed package, None if the package is not installed; ``InputError`` if it has no GGUF, or
+    several.
+    """
     spec = importlib.util.find_spec(package.replace("-", "_"))
     if spec is None:
         return None
     files = sorted(file for folder in spec.submodule_search_locations or () for file in Path(folder).rglob("*.gguf"))
     if len(files) != 1:
         raise InputError(
-            f"target.bundled_package={package} holds {len(files)} GGUF files, one is expected: reinstall it, or name another package"
+            f"target.bundled_package={package} holds {len(files)} GGUF files, one is expected: reinstall it, or name "
+            f"another package"
         )
     return files[0]
 
@@ -62,7 +65,8 @@ def convert_once(gguf: Path, folder: Path) -> Path:
 
 
 def convert_gguf(gguf: Path, destination: Path) -> None:
-    """Writes config, tokenizer (with chat template) and float32 safetensors of ``gguf`` into the folder ``destination``.
+    """Writes config, tokenizer (with chat template) and float32 safetensors of ``gguf`` into the folder
+    ``destination``.
 
     Float32, because the file's 4-bit blocks are scaled in 16-bit floats: nothing is rounded a second time.
     """
@@ -74,18 +78,25 @@ def convert_gguf(gguf: Path, destination: Path) -> None:
         with quiet_transformers(), contextlib.redirect_stderr(io.StringIO()):
             tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
             model = AutoModelForCausalLM.from_pretrained(
-                str(gguf.parent), gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
+                str(gguf.parent),
+                gguf_file=gguf.name,
+                quantization_config=GgufConfig(dequantize=True),
+                dtype=torch.float32,
             )
             model.save_pretrained(destination)
             tokenizer.save_pretrained(destination)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-        raise InputError(f"{gguf} cannot be converted ({type(error).__name__}: {' '.join(str(error).split())[:300]})") from error
+        raise InputError(
+            f"{gguf} cannot be converted ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
+        ) from error
 
 
 def install_once(folder: Path, build: Callable[[Path], None]) -> Path:
-    """Makes ``folder`` appear with what ``build(temporary folder)`` writes, whole or not at all, once among all processes.
+    """Makes ``folder`` appear with what ``build(temporary folder)`` writes, whole or not at all, once among all
+    processes.
 
-    The lock only spares a second process the work and lets it clear away what a killed one left; wholeness rests on the rename alone.
+    The lock only spares a second process the work and lets it clear away what a killed one left; wholeness rests on the
+    rename alone.
     """
     if folder.is_dir():
         return folder

@@ -1,7 +1,7 @@
 """Single tensors out of a checkpoint folder, by name, without loading the rest.
 
-Files are memory-mapped, so a tensor costs its own bytes and nothing else, whatever the size of the checkpoint. Only safetensors are read:
-a pickle can run code.
+Files are memory-mapped, so a tensor costs its own bytes and nothing else, whatever the size of the checkpoint. Only
+safetensors are read: a pickle can run code.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 class CheckpointReader:
     """The tensors of one folder, sharded or not.
 
-    Raises ``InputError`` at once if the folder has no safetensors, if its index is broken or if a shard that the index names is missing.
+    Raises ``InputError`` at once if the folder has no safetensors, if its index is broken or if a shard that the index
+    names is missing.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -39,10 +40,13 @@ class CheckpointReader:
         return sorted(set(self._files.values()))
 
     def get(self, name: str) -> torch.Tensor:
-        """The tensor as stored, on the CPU, memory-mapped. ``InputError`` if the checkpoint lacks it or its file is broken."""
+        """The tensor as stored, on the CPU, memory-mapped. ``InputError`` if the checkpoint lacks it or its file is
+        broken.
+        """
         if name not in self._files:
             raise InputError(
-                f"tensor {name} is missing from the checkpoint in {self.folder}: it is incomplete, or its config.json is not its own"
+                f"tensor {name} is missing from the checkpoint in {self.folder}: it is incomplete, or its config.json "
+                f"is not its own"
             )
         path = self._files[name]
         try:
@@ -54,9 +58,14 @@ class CheckpointReader:
     def _read_index(self) -> dict[str, Path]:
         path = self.folder / INDEX_FILE
         try:
-            files = {name: self.folder / file for name, file in json.loads(path.read_text(encoding="utf-8"))["weight_map"].items()}
+            files = {
+                name: self.folder / file
+                for name, file in json.loads(path.read_text(encoding="utf-8"))["weight_map"].items()
+            }
         except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise InputError(f"{path} is not a safetensors index ({type(error).__name__}: {error}): fetch the file again") from error
+            raise InputError(
+                f"{path} is not a safetensors index ({type(error).__name__}: {error}): fetch the file again"
+            ) from error
         for shard in sorted(set(files.values())):
             if not shard.is_file():
                 raise InputError(f"{shard} is missing, though {INDEX_FILE} names it: the checkpoint is incomplete")
@@ -68,11 +77,13 @@ class CheckpointReader:
             pickles = sorted(file.name for pattern in PICKLE_PATTERNS for file in self.folder.glob(pattern))
             if pickles:
                 raise InputError(
-                    f"{self.folder} holds its weights as {pickles[0]}; only safetensors are read, for a pickle can run code: "
+                    f"{self.folder} holds its weights as {pickles[0]}; only safetensors are read, for a pickle can "
+                    f"run code: "
                     "save the model with save_pretrained of a current transformers"
                 )
             raise InputError(
-                f"{self.folder} has neither {SINGLE_FILE} nor {INDEX_FILE}: the target's weights must lie there as safetensors"
+                f"{self.folder} has neither {SINGLE_FILE} nor {INDEX_FILE}: the target's weights must lie there as "
+                f"safetensors"
             )
         try:
             with safe_open(path, framework="pt", device="cpu") as file:

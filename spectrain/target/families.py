@@ -1,12 +1,14 @@
 """Per-family facts: how a target turns token ids into its residual stream, and its residual stream into logits.
 
-A decoder's ends differ between families in five facts: the kind of final norm, whether its gain is ``w`` or ``1 + w``, a factor on the
-embeddings, a factor on the logits, and a soft-cap on the logits. Getting one wrong gives a teacher that looks plausible and is wrong, so
-nothing is guessed: a model type that is not in ``FAMILIES`` is an error, and so is a known one whose configuration carries a factor that
-its entry does not read.
+A decoder's ends differ between families in five facts: the kind of final norm, whether its gain is ``w`` or ``1 + w``,
+a factor on the embeddings, a factor on the logits, and a soft-cap on the logits. Getting one wrong gives a teacher that
+looks plausible and is wrong, so
+nothing is guessed: a model type that is not in ``FAMILIES`` is an error, and so is a known one whose configuration
+carries a factor that its entry does not read.
 
-To add a family, read its ``modeling_*.py`` in transformers (the norm's ``forward``, the embedding module, the lines after ``lm_head``),
-add an entry, and add a tiny configuration of it to ``tests/tiny.py``: the tests compare entry and model numerically.
+To add a family, read its ``modeling_*.py`` in transformers (the norm's ``forward``, the embedding module, the lines
+after ``lm_head``), add an entry, and add a tiny configuration of it to ``tests/tiny.py``: the tests compare entry and
+model numerically.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ SQRT_HIDDEN = "sqrt(hidden_size)"
 
 @dataclass(frozen=True)
 class Family:
-    """Facts of one family. Names are those of ``config.json`` and of the checkpoint's tensors, below a prefix of ``prefixes``."""
+    """Facts of one family. Names are those of ``config.json`` and of the checkpoint's tensors, below a prefix of
+    ``prefixes``.
+    """
 
     norm: str = "rms"  # rms: x / sqrt(mean(x²) + eps); layer: the mean is subtracted first
     one_plus: bool = False  # gain 1 + w, with w stored around 0
@@ -46,7 +50,8 @@ class Family:
     logit_multiplier: str | None = None  # field whose value multiplies the logits
     logit_divisor: str | None = None  # field whose value divides the logits
     soft_cap: str | None = None  # field with c in c·tanh(logits / c); applied last
-    # Where the decoder lies, in checkpoints (current and older layouts) and in the module tree alike; the first that fits counts.
+    # Where the decoder lies, in checkpoints (current and older layouts) and in the module tree alike; the first that
+    # fits counts.
     prefixes: tuple[str, ...] = ("model.language_model.", "language_model.model.", "model.")
     embeddings: str = "embed_tokens"
     layers: str = "layers"
@@ -106,9 +111,14 @@ class HeadMath:
     def scale_embeddings(self, rows: torch.Tensor) -> torch.Tensor:
         """Embedding rows of any shape, as they enter the residual stream.
 
-        The factor is rounded to the rows' own type first: √3072 = 55.4256 acts as 55.5 in bfloat16, as in the models themselves.
+        The factor is rounded to the rows' own type first: √3072 = 55.4256 acts as 55.5 in bfloat16, as in the models
+        themselves.
         """
-        return rows if self.embed_scale == 1.0 else rows * torch.tensor(self.embed_scale, dtype=rows.dtype, device=rows.device)
+        return (
+            rows
+            if self.embed_scale == 1.0
+            else rows * torch.tensor(self.embed_scale, dtype=rows.dtype, device=rows.device)
+        )
 
     def normalise(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """The final norm over the last dimension, computed in float32 and returned in the type of ``weight``."""
@@ -120,7 +130,9 @@ class HeadMath:
         return (hidden * (1.0 + gain if self.family.one_plus else gain)).to(weight.dtype)
 
     def transform_logits(self, raw: torch.Tensor) -> torch.Tensor:
-        """The output of lm_head, any shape, to float32 logits: factor, then soft-cap. Elementwise, so any part of a vocabulary will do."""
+        """The output of lm_head, any shape, to float32 logits: factor, then soft-cap. Elementwise, so any part of a
+        vocabulary will do.
+        """
         logits = at_least_float32(raw)
         if self.logit_scale != 1.0:
             logits = logits * self.logit_scale
@@ -135,12 +147,15 @@ def at_least_float32(x: torch.Tensor) -> torch.Tensor:
 
 
 def head_math(hf_config: Any) -> HeadMath:
-    """Looks the target's family up and reads its numbers; ``InputError`` for a family or a scaling field that nothing is known of."""
+    """Looks the target's family up and reads its numbers; ``InputError`` for a family or a scaling field that nothing
+    is known of.
+    """
     text = hf_config.get_text_config(decoder=True)
     family = FAMILIES.get(text.model_type)
     if family is None:
         raise InputError(
-            f"target of model type {text.model_type!r}: its norm gain, logit scale, soft-cap and embedding scale are not known and never "
+            f"target of model type {text.model_type!r}: its norm gain, logit scale, soft-cap and embedding scale are "
+            f"not known and never "
             "guessed; add an entry to FAMILIES in spectrain/target/families.py (the top of that file says how)"
         )
     _reject_unread_scaling(text, family)
@@ -156,7 +171,8 @@ def _reject_unread_scaling(text_config: Any, family: Family) -> None:
         value = getattr(text_config, name, None)
         if name not in read and value is not None and value != neutral:
             raise InputError(
-                f"config.json of the target sets {name}={value}, which models of type {text_config.model_type!r} are not known to use; "
+                f"config.json of the target sets {name}={value}, which models of type {text_config.model_type!r} are "
+                f"not known to use; "
                 "remove the field or give the model its own entry in FAMILIES (spectrain/target/families.py)"
             )
 
@@ -164,5 +180,7 @@ def _reject_unread_scaling(text_config: Any, family: Family) -> None:
 def _number(text_config: Any, name: str | None, default: float | None) -> float:
     value = getattr(text_config, name, None) if name else default
     if value is None:
-        raise InputError(f"config.json of the target (model type {text_config.model_type!r}) lacks {name}, a number its family needs")
+        raise InputError(
+            f"config.json of the target (model type {text_config.model_type!r}) lacks {name}, a number its family needs"
+        )
     return float(value)

@@ -1,9 +1,10 @@
 """The two ends of a target, alone: embedding, final norm and lm_head, read straight from its checkpoint.
 
-Training a drafter needs the target's hidden states (from the store), its embeddings and its head, never its layers. For Qwen3-8B
-that is 2.5 GB in bfloat16 instead of 16.
+Training a drafter needs the target's hidden states (from the store), its embeddings and its head, never its layers. For
+Qwen3-8B that is 2.5 GB in bfloat16 instead of 16.
 
-Shape suffixes: T tokens, H hidden, V vocabulary, D selected vocabulary. ``last_hidden`` is always the state *before* the final norm.
+Shape suffixes: T tokens, H hidden, V vocabulary, D selected vocabulary. ``last_hidden`` is always the state *before*
+the final norm.
 """
 
 from __future__ import annotations
@@ -27,15 +28,17 @@ _CHUNK_LOGITS = 1 << 25
 class TargetHead(nn.Module):
     """Frozen. Its tensors are buffers that no state_dict contains, so it can live inside a module that is saved.
 
-    ``lm_head_weight`` [V, H] and ``embed_weight`` [V, H] are one tensor where the target ties them; ``norm_weight`` [H] is as stored
-    (see ``one_plus``).
+    ``lm_head_weight`` [V, H] and ``embed_weight`` [V, H] are one tensor where the target ties them; ``norm_weight`` [H]
+    is as stored (see ``one_plus``).
     """
 
     embed_weight: torch.Tensor
     norm_weight: torch.Tensor
     _untied_weight: torch.Tensor | None
 
-    def __init__(self, math: HeadMath, embed_VH: torch.Tensor, norm_H: torch.Tensor, lm_head_VH: torch.Tensor | None) -> None:
+    def __init__(
+        self, math: HeadMath, embed_VH: torch.Tensor, norm_H: torch.Tensor, lm_head_VH: torch.Tensor | None
+    ) -> None:
         """``lm_head_VH`` None: tied to the embeddings."""
         super().__init__()
         self.math = math
@@ -49,12 +52,17 @@ class TargetHead(nn.Module):
         ):
             if tuple(weight.shape) != shape:
                 raise InputError(
-                    f"the target's {name} has shape {tuple(weight.shape)} where its config.json says {shape}: one of them is not its own"
+                    f"the target's {name} has shape {tuple(weight.shape)} where its config.json says {shape}: one of "
+                    f"them is not its own"
                 )
 
     @classmethod
     def from_checkpoint(
-        cls, folder: Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", trust_remote_code: bool = False
+        cls,
+        folder: Path,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        trust_remote_code: bool = False,
     ) -> TargetHead:
         """Reads the three tensors (two if tied) of a safetensors folder, sharded or not; nothing else is touched.
 
@@ -64,7 +72,10 @@ class TargetHead(nn.Module):
         math = head_math(hf_config)
         reader = CheckpointReader(folder)
         embed, norm, lm_head = _find_tensors(reader, math.family)
-        tied = any(getattr(config, "tie_word_embeddings", False) for config in (hf_config, hf_config.get_text_config(decoder=True)))
+        tied = any(
+            getattr(config, "tie_word_embeddings", False)
+            for config in (hf_config, hf_config.get_text_config(decoder=True))
+        )
         embed_VH, norm_H = _load(reader, embed), _load(reader, norm)
         lm_head_VH = _load(reader, lm_head) if lm_head in reader.names or not tied else None
         if tied and lm_head_VH is not None and torch.equal(lm_head_VH, embed_VH):
@@ -94,11 +105,15 @@ class TargetHead(nn.Module):
         return self.math.family.one_plus
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        """[...] ids to [..., H] as they enter the residual stream, the family's embedding scale included (``embed_weight`` lacks it)."""
+        """[...] ids to [..., H] as they enter the residual stream, the family's embedding scale included
+        (``embed_weight`` lacks it).
+        """
         return self.math.scale_embeddings(functional.embedding(ids, self.embed_weight))
 
     def embed_rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """[...] ids to plain rows of ``embed_weight`` [..., H], without the family's scale: what vLLM lends to a drafter."""
+        """[...] ids to plain rows of ``embed_weight`` [..., H], without the family's scale: what vLLM lends to a
+        drafter.
+        """
         return functional.embedding(ids, self.embed_weight)
 
     def post_norm(self, last_hidden: torch.Tensor) -> torch.Tensor:
@@ -111,12 +126,16 @@ class TargetHead(nn.Module):
         return self.transform_logits(linear(self.post_norm(last_hidden), weight))
 
     def transform_logits(self, raw: torch.Tensor) -> torch.Tensor:
-        """Raw products with rows of ``lm_head_weight`` to float32 logits: the family's scale and soft-cap, elementwise."""
+        """Raw products with rows of ``lm_head_weight`` to float32 logits: the family's scale and soft-cap,
+        elementwise.
+        """
         return self.math.transform_logits(raw)
 
     @torch.no_grad()
     def log_normalizer(self, last_hidden_TH: torch.Tensor) -> torch.Tensor:
-        """log Σ exp over the whole vocabulary, [T] float32; holds 128 MiB of logits (or one token's) at a time, never [T, V]."""
+        """log Σ exp over the whole vocabulary, [T] float32; holds 128 MiB of logits (or one token's) at a time, never
+        [T, V].
+        """
         rows = max(1, _CHUNK_LOGITS // self.vocab_size)
         chunks = [self.hidden_to_logits(chunk_CH).logsumexp(-1) for chunk_CH in last_hidden_TH.split(rows)]
         return torch.cat(chunks) if chunks else last_hidden_TH.new_empty(0, dtype=torch.float32)
@@ -127,7 +146,9 @@ def _find_tensors(reader: CheckpointReader, family: Family) -> tuple[str, str, s
     embeds = [f"{prefix}{family.embeddings}.weight" for prefix in family.prefixes]
     prefix = next((prefix for prefix, name in zip(family.prefixes, embeds, strict=True) if name in reader.names), None)
     if prefix is None:
-        raise InputError(f"the checkpoint in {reader.folder} has no embedding: none of the tensors {', '.join(embeds)} is there")
+        raise InputError(
+            f"the checkpoint in {reader.folder} has no embedding: none of the tensors {', '.join(embeds)} is there"
+        )
     lm_head = next((name for name in family.lm_heads if name in reader.names), family.lm_heads[0])
     norm = f"{prefix}{family.final_norm}.weight"
     for name in (norm, lm_head):
@@ -140,5 +161,8 @@ def _find_tensors(reader: CheckpointReader, family: Family) -> tuple[str, str, s
 def _load(reader: CheckpointReader, name: str) -> torch.Tensor:
     tensor = reader.get(name)
     if not tensor.is_floating_point() or tensor.element_size() < 2:
-        raise InputError(f"tensor {name} in {reader.folder} is quantised ({tensor.dtype}): use a checkpoint whose head has 16 or 32 bits")
+        raise InputError(
+            f"tensor {name} in {reader.folder} is quantised ({tensor.dtype}): use a checkpoint whose head has 16 or "
+            f"32 bits"
+        )
     return tensor

@@ -1,13 +1,16 @@
-"""The target's cache during speculative decoding: tokens go in tentatively, and those that fail verification go out again.
+"""The target's cache during speculative decoding: tokens go in tentatively, and those that fail verification go out
+again.
 
 Two kinds, one interface (``open_cache`` picks):
 
-* ``SlotCache`` for targets whose layers all attend. Slot s of the key/value buffers always holds position s, and each row of the batch has
-  its own length, so rows may accept different counts without padding or shifting. Taking tokens out lowers a length and copies nothing:
-  stale slots lie beyond what the mask shows and are overwritten by the next tokens at those positions.
-* ``SnapshotCache`` for hybrid targets (linear attention, Mamba, convolutions). A recurrent state cannot be cropped, and cropping only the
-  keys and values beside it would leave a state that has seen rejected tokens. The state before a verification is kept; if some drafts
-  fail, it is restored and the accepted tokens run again. Rows run one by one, since padding would enter a recurrent state.
+* ``SlotCache`` for targets whose layers all attend. Slot s of the key/value buffers always holds position s, and each
+  row of the batch has its own length, so rows may accept different counts without padding or shifting. Taking tokens
+  out lowers a length and copies nothing: stale slots lie beyond what the mask shows and are overwritten by the next
+  tokens at those positions.
+* ``SnapshotCache`` for hybrid targets (linear attention, Mamba, convolutions). A recurrent state cannot be cropped, and
+  cropping only the keys and values beside it would leave a state that has seen rejected tokens. The state before a
+  verification is kept; if some drafts fail, it is restored and the accepted tokens run again. Rows run one by one,
+  since padding would enter a recurrent state.
 
 Legend: B batch, T new tokens, C slots shown to attention, N heads, D head dimension.
 """
@@ -54,17 +57,22 @@ class TargetCache(Protocol):
 
 
 def open_cache(target: TargetModel, batch_size: int) -> TargetCache:
-    """An empty cache. ``ConfigError``/``InputError`` for an attention implementation or a layer type that cannot be decoded with."""
+    """An empty cache. ``ConfigError``/``InputError`` for an attention implementation or a layer type that cannot be
+    decoded with.
+    """
     return SnapshotCache(target, batch_size) if target.spec.hybrid else SlotCache(target, batch_size)
 
 
 class SlotCache(Cache):
-    """Key/value cache with slot = position and a length per row. Sliding-window layers keep all slots too; their mask forgets."""
+    """Key/value cache with slot = position and a length per row. Sliding-window layers keep all slots too; their mask
+    forgets.
+    """
 
     def __init__(self, target: TargetModel, batch_size: int) -> None:
         self._write = SlotWrite(torch.zeros(batch_size, 0, dtype=torch.long), shared_start=0, visible=0)
         super().__init__(layer_class_to_replicate=lambda: SlotLayer(self))
-        self._target, self._masks = target, AttentionMasks(target)
+        self._target = target
+        self._masks = AttentionMasks(target)
         self._lengths = [0] * batch_size
 
     @property
@@ -119,8 +127,9 @@ class SlotCache(Cache):
 
 @dataclass(frozen=True)
 class SlotWrite:
-    """One forward pass's place in the buffers: the slots of its tokens [B, T], their common first slot if all rows stand at the same
-    length, and how many slots attention is shown. ``places``: only these of the B·T tokens are there, as one row."""
+    """One forward pass's place in the buffers: the slots of its tokens [B, T], their common first slot if all rows
+    stand at the same length, and how many slots attention is shown. ``places``: only these of the B·T tokens are there,
+    as one row."""
 
     slots: Tensor
     shared_start: int | None
@@ -139,7 +148,9 @@ class SlotLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         batch = self._owner.batch_size
-        self.keys, self.values = (new.new_zeros(batch, new.shape[1], 0, new.shape[3]) for new in (key_states, value_states))
+        self.keys, self.values = (
+            new.new_zeros(batch, new.shape[1], 0, new.shape[3]) for new in (key_states, value_states)
+        )
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -165,11 +176,15 @@ class SlotLayer(CacheLayerMixin):
 
 
 def _written(buffer_BNCD: Tensor, new_BNTD: Tensor, write: SlotWrite) -> Tensor:
-    """The buffer with the new entries in their slots; a larger one if they do not fit (at least doubled: growth costs O(1) a token)."""
+    """The buffer with the new entries in their slots; a larger one if they do not fit (at least doubled: growth costs
+    O(1) a token).
+    """
     batch, heads, capacity, dim = buffer_BNCD.shape
     if write.visible > capacity:
         larger = -(-max(write.visible, 2 * capacity) // CAPACITY_STEP) * CAPACITY_STEP
-        grown_BNCD = new_BNTD.new_zeros(batch, heads, larger, dim)  # zeros: a masked NaN would still spoil the softmax's product
+        grown_BNCD = new_BNTD.new_zeros(
+            batch, heads, larger, dim
+        )  # zeros: a masked NaN would still spoil the softmax's product
         grown_BNCD[:, :, :capacity] = buffer_BNCD
         buffer_BNCD = grown_BNCD
     if write.shared_start is not None:
@@ -195,8 +210,9 @@ def _stacked(first_BNCD: Tensor, second_BNCD: Tensor) -> Tensor:
 class AttentionMasks:
     """4-D masks that show each token the slots up to its own position, and no more than its layer's window.
 
-    Built here because transformers derives masks from one common length, while rows stand at different lengths. A target whose layers all
-    look alike gets one tensor; one with several kinds gets a dictionary by layer type, as its ``generate`` would make it.
+    Built here because transformers derives masks from one common length, while rows stand at different lengths. A
+    target whose layers all look alike gets one tensor; one with several kinds gets a dictionary by layer type, as its
+    ``generate`` would make it.
     """
 
     def __init__(self, target: TargetModel) -> None:
@@ -204,12 +220,20 @@ class AttentionMasks:
         self._additive = _needs_additive_mask(config._attn_implementation)
         self._dtype = target.dtype
         window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
-        uniform = "sliding_attention" if window is not None else "chunked_attention" if chunk is not None else "full_attention"
+        uniform = (
+            "sliding_attention"
+            if window is not None
+            else "chunked_attention"
+            if chunk is not None
+            else "full_attention"
+        )
         self._kinds = sorted(set(getattr(config, "layer_types", None) or [uniform]))
         self._reach = {"full_attention": None, "sliding_attention": window, "chunked_attention": chunk}
         unknown = [kind for kind in self._kinds if kind not in self._reach]
         if unknown:
-            raise InputError(f"target of model type {config.model_type!r}: the mask of its layers of type {unknown[0]} is not known")
+            raise InputError(
+                f"target of model type {config.model_type!r}: the mask of its layers of type {unknown[0]} is not known"
+            )
 
     def build(self, positions_BT: Tensor, visible: int) -> Tensor | dict[str, Tensor]:
         slots_C = torch.arange(visible, device=positions_BT.device)
@@ -232,7 +256,8 @@ class AttentionMasks:
 def _needs_additive_mask(attn_implementation: str) -> bool:
     if attn_implementation not in ("eager", "sdpa", CPU_SDPA):
         raise ConfigError(
-            f"target.attn_implementation={attn_implementation} takes no 4-D mask, which rows of different lengths need: use sdpa or eager"
+            f"target.attn_implementation={attn_implementation} takes no 4-D mask, which rows of different lengths "
+            f"need: use sdpa or eager"
         )
     return attn_implementation == "eager"
 
@@ -246,9 +271,16 @@ class SnapshotCache:
 
     def forward(self, ids_BT: Tensor, lengths_B: Sequence[int], taps: Sequence[int]) -> TargetOutput:
         width = ids_BT.shape[1]
-        outputs = [row.forward(ids_BT[b : b + 1, :length], taps) for b, (row, length) in enumerate(zip(self._rows, lengths_B, strict=True))]
+        outputs = [
+            row.forward(ids_BT[b : b + 1, :length], taps)
+            for b, (row, length) in enumerate(zip(self._rows, lengths_B, strict=True))
+        ]
         hidden_BTH = torch.cat([_padded(output.last_hidden_BSH, width) for output in outputs])
-        taps_BTAH = torch.cat([_padded(output.taps_BSAH, width) for output in outputs if output.taps_BSAH is not None]) if taps else None
+        taps_BTAH = (
+            torch.cat([_padded(output.taps_BSAH, width) for output in outputs if output.taps_BSAH is not None])
+            if taps
+            else None
+        )
         return TargetOutput(hidden_BTH, taps_BTAH, self)
 
     def keep(self, counts_B: Sequence[int]) -> None:
@@ -273,7 +305,9 @@ class _SnapshotRow:
     def forward(self, ids_1T: Tensor, taps: Sequence[int]) -> TargetOutput:
         self._ids_1T = ids_1T
         # The first forward is the prompt, and a single token is always kept: neither can be taken back.
-        self._layers_before = [_snapshot(layer) for layer in self._cache.layers] if self._length and ids_1T.shape[1] > 1 else []
+        self._layers_before = (
+            [_snapshot(layer) for layer in self._cache.layers] if self._length and ids_1T.shape[1] > 1 else []
+        )
         return self._run(ids_1T, taps)
 
     def keep(self, count: int) -> None:
@@ -289,15 +323,21 @@ class _SnapshotRow:
 
 
 def _snapshot(layer: Any) -> Any:
-    """The layer's state at this moment. Recurrent states (tensors in dictionaries) change in place and are copied; keys and values are
-    replaced by longer ones at every step, so a reference to the present ones is enough."""
+    """The layer's state at this moment. Recurrent states (tensors in dictionaries) change in place and are copied; keys
+    and values are replaced by longer ones at every step, so a reference to the present ones is enough."""
     copied = copy.copy(layer)
     for name, value in vars(layer).items():
         if isinstance(value, dict):
-            setattr(copied, name, {key: entry.clone() if isinstance(entry, Tensor) else entry for key, entry in value.items()})
+            setattr(
+                copied,
+                name,
+                {key: entry.clone() if isinstance(entry, Tensor) else entry for key, entry in value.items()},
+            )
     return copied
 
 
 def _padded(tensor_1T: Tensor, width: int) -> Tensor:
     missing = width - tensor_1T.shape[1]
-    return torch.cat([tensor_1T, tensor_1T.new_zeros(1, missing, *tensor_1T.shape[2:])], dim=1) if missing else tensor_1T
+    return (
+        torch.cat([tensor_1T, tensor_1T.new_zeros(1, missing, *tensor_1T.shape[2:])], dim=1) if missing else tensor_1T
+    )

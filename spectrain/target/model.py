@@ -1,9 +1,9 @@
 """The target, run in process by transformers, with its residual stream read by hooks.
 
-Tap k is the residual stream after k decoder layers: k = 0 the (scaled) embeddings, k = N the input of the final norm. That is
-``hidden_states[k]`` of transformers for k < N; its ``hidden_states[N]`` is taken after the final norm and is no tap. Only the asked taps
-are copied, all layers are never held at once, and logits exist only for the positions somebody asks for: ``run`` stops at the final norm,
-``logits`` does the rest.
+Tap k is the residual stream after k decoder layers: k = 0 the (scaled) embeddings, k = N the input of the final norm.
+That is ``hidden_states[k]`` of transformers for k < N; its ``hidden_states[N]`` is taken after the final norm and is no
+tap. Only the asked taps are copied, all layers are never held at once, and logits exist only for the positions somebody
+asks for: ``run`` stops at the final norm, ``logits`` does the rest.
 
 Shape suffixes: B batch, S columns, A taps, H hidden, V vocabulary.
 """
@@ -30,7 +30,9 @@ from spectrain.target.spec import TargetSpec, load_config
 
 @dataclass(frozen=True)
 class TargetOutput:
-    """What one forward pass leaves: ``last_hidden_BSH`` before the final norm, ``taps_BSAH`` in the order asked for (None if none were)."""
+    """What one forward pass leaves: ``last_hidden_BSH`` before the final norm, ``taps_BSAH`` in the order asked for
+    (None if none were).
+    """
 
     last_hidden_BSH: torch.Tensor
     taps_BSAH: torch.Tensor | None
@@ -38,10 +40,15 @@ class TargetOutput:
 
 
 class TargetModel:
-    """A frozen causal language model of transformers. Use ``TargetModel.load``; the constructor takes parts that are loaded already."""
+    """A frozen causal language model of transformers. Use ``TargetModel.load``; the constructor takes parts that are
+    loaded already.
+    """
 
     def __init__(self, model: Any, tokenizer: Any, spec: TargetSpec, math: HeadMath) -> None:
-        self.model, self.tokenizer, self.spec, self._math = model, tokenizer, spec, math
+        self.model = model
+        self.tokenizer = tokenizer
+        self.spec = spec
+        self._math = math
         self.model.eval().requires_grad_(False)
         speed_up(self.model)
         self.generation_config = model.generation_config
@@ -55,8 +62,8 @@ class TargetModel:
     def load(cls, resolved: ResolvedTarget, config: TargetConfig) -> TargetModel:
         """Loads tokenizer and weights of ``resolved.folder`` (safetensors only).
 
-        Raises ``InputError`` for a family that is not known or a checkpoint that cannot be read, ``ConfigError`` for a device that is
-        not there.
+        Raises ``InputError`` for a family that is not known or a checkpoint that cannot be read, ``ConfigError`` for a
+        device that is not there.
         """
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -77,7 +84,9 @@ class TargetModel:
                 )
         except (OSError, ValueError, KeyError, RuntimeError) as error:
             reason = " ".join(str(error).split())[:400]
-            raise InputError(f"target {resolved.name} in {resolved.folder} cannot be loaded ({type(error).__name__}: {reason})") from error
+            raise InputError(
+                f"target {resolved.name} in {resolved.folder} cannot be loaded ({type(error).__name__}: {reason})"
+            ) from error
         return cls(model, tokenizer, spec, math)
 
     @property
@@ -104,9 +113,9 @@ class TargetModel:
     ) -> TargetOutput:
         """One forward pass up to the input of the final norm.
 
-        ``attention_mask`` is what transformers takes: [B, past + S] with 1 for real tokens, a 4-D mask, or one for each kind of layer;
-        without one (and without a cache) positions that restart at 0 inside a row separate packed documents. ``past_key_values`` is
-        extended in place. ``ConfigError`` for a tap outside [0, N].
+        ``attention_mask`` is what transformers takes: [B, past + S] with 1 for real tokens, a 4-D mask, or one for each
+        kind of layer; without one (and without a cache) positions that restart at 0 inside a row separate packed
+        documents. ``past_key_values`` is extended in place. ``ConfigError`` for a tap outside [0, N].
         """
         with self._recording(input_ids_BS.shape, tap_ids) as record:
             self._decoder(
@@ -131,11 +140,14 @@ class TargetModel:
     def _recording(self, shape: torch.Size, tap_ids: Sequence[int]) -> Iterator[_Recorder]:
         outside = [tap for tap in tap_ids if not 0 <= tap <= self.spec.num_layers]
         if outside:
-            raise ConfigError(f"drafter.taps: tap {outside[0]} lies outside [0, {self.spec.num_layers}], the layers of the target")
+            raise ConfigError(
+                f"drafter.taps: tap {outside[0]} lies outside [0, {self.spec.num_layers}], the layers of the target"
+            )
         recorder = _Recorder(tuple(shape), len(tap_ids))
         handles = [self._final_norm.register_forward_pre_hook(recorder.last_hidden_hook)]
         for slot, tap in enumerate(tap_ids):
-            # The input of layer k (0-based) is the residual stream after k layers; whatever a family does between layers is in it.
+            # The input of layer k (0-based) is the residual stream after k layers; whatever a family does between
+            # layers is in it.
             module = self._layers[tap] if tap < self.spec.num_layers else self._final_norm
             handles.append(module.register_forward_pre_hook(recorder.tap_hook(slot), with_kwargs=True))
         try:
@@ -146,7 +158,9 @@ class TargetModel:
 
 
 def _attention(hf_config: Any, asked: str) -> str:
-    """SDPA cannot cap attention scores, and transformers leaves the cap out rather than refuse (Gemma-2): such targets run eagerly."""
+    """SDPA cannot cap attention scores, and transformers leaves the cap out rather than refuse (Gemma-2): such targets
+    run eagerly.
+    """
     capped = getattr(hf_config.get_text_config(decoder=True), "attn_logit_softcapping", None)
     return "eager" if capped and asked == "sdpa" else asked
 
@@ -155,7 +169,8 @@ class _Recorder:
     """Buffers of one forward pass, filled by pre-hooks."""
 
     def __init__(self, shape_BS: tuple[int, ...], num_taps: int) -> None:
-        self._shape_BS, self._num_taps = shape_BS, num_taps
+        self._shape_BS = shape_BS
+        self._num_taps = num_taps
         self.last_hidden_BSH: torch.Tensor = torch.empty(0)
         self.taps_BSAH: torch.Tensor | None = None
 
@@ -202,4 +217,7 @@ def _decoder_of(model: nn.Module, prefixes: Sequence[str], layers: str) -> nn.Mo
             module = getattr(module, name, None)
         if module is not None and hasattr(module, layers):
             return module
-    raise InputError(f"{type(model).__name__} has no decoder at {', '.join(prefixes)}: correct its entry in spectrain/target/families.py")
+    raise InputError(
+        f"{type(model).__name__} has no decoder at {', '.join(prefixes)}: correct its entry in "
+        f"spectrain/target/families.py"
+    )

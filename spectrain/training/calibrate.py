@@ -1,6 +1,8 @@
-"""Calibration of a finished drafter's confidence head, on all held-out documents: once, with the weights that will be served.
+"""Calibration of a finished drafter's confidence head, on all held-out documents: once, with the weights that will be
+served.
 
-Evaluations during training simulate a few documents; temperatures fitted on so few would be worse than none on the others.
+Evaluations during training simulate a few documents; temperatures fitted on so few would be worse than none on the
+others.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from spectrain.console import ProgressBar
 from spectrain.data.hidden_states import StoredHiddenStates
 from spectrain.decoding.confidence import Calibration, fit_calibration
 from spectrain.decoding.confidence_samples import error_per_position
-from spectrain.drafters.drafter_folder import load_drafter, add_metadata
+from spectrain.drafters.drafter_folder import add_metadata, load_drafter
 from spectrain.target.head import TargetHead
 from spectrain.training.simulated_acceptance import simulate_heldout
 
@@ -31,10 +33,14 @@ def calibrate_folder(
     eos_ids: Sequence[int],
     packed_length: int,
 ) -> dict[str, Any]:
-    """Fit one temperature a draft slot of a drafter with a confidence head, write them into its folder and return what to log."""
+    """Fit one temperature a draft slot of a drafter with a confidence head, write them into its folder and return what
+    to log.
+    """
     drafter = load_drafter(folder).attach(head).to(device)
     with ProgressBar("calibrate", total=len(documents), unit="documents") as bar:
-        said = simulate_heldout(drafter, store, documents, decoding, eos_ids, packed_length, advance=bar.advance).confidence
+        said = simulate_heldout(
+            drafter, store, documents, decoding, eos_ids, packed_length, advance=bar.advance
+        ).confidence
     if said is None:
         return {}
     fitted = fit_calibration(said)

@@ -1,7 +1,7 @@
 """Training state on disk, for exact resume: weights, optimiser moments and counters, safetensors and JSON only.
 
-Everything random in training is a function of (seed, epoch), so the step counter is all the randomness there is to save.
-A checkpoint is a folder that appears in one step; a kill while writing leaves the one before.
+Everything random in training is a function of (seed, epoch), so the step counter is all the randomness there is to
+save. A checkpoint is a folder that appears in one step; a kill while writing leaves the one before.
 """
 
 from __future__ import annotations
@@ -23,12 +23,16 @@ from spectrain.files import recover_folder, replace_folder
 _NAME = re.compile(r"step-(\d{8})")
 
 
-def save_checkpoint(folder: Path, model: nn.Module, optimizers: list[Optimizer], state: dict[str, Any], keep: int) -> Path:
+def save_checkpoint(
+    folder: Path, model: nn.Module, optimizers: list[Optimizer], state: dict[str, Any], keep: int
+) -> Path:
     """Write ``folder/step-…`` and remove all but the newest ``keep``. ``state`` must be JSON and hold ``step``."""
     path = folder / f"step-{state['step']:08d}"
 
     def fill(into: Path) -> None:
-        save_file({name: p.detach().cpu().contiguous() for name, p in model.named_parameters()}, into / "model.safetensors")
+        save_file(
+            {name: p.detach().cpu().contiguous() for name, p in model.named_parameters()}, into / "model.safetensors"
+        )
         save_file(_optimizer_tensors(model, optimizers), into / "optimizer.safetensors")
         (into / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
 
@@ -39,14 +43,18 @@ def save_checkpoint(folder: Path, model: nn.Module, optimizers: list[Optimizer],
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """The one that ``load_checkpoint`` restores; what a kill left of one that was being written is put in order first."""
+    """The one that ``load_checkpoint`` restores; what a kill left of one that was being written is put in
+    order first.
+    """
     for leftover in folder.glob(".step-*"):
         recover_folder(folder / leftover.name[1:].rsplit(".", 1)[0])
     return next(reversed(_checkpoints(folder)), None)
 
 
 def load_checkpoint(folder: Path, model: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any] | None:
-    """Restore the newest checkpoint into model and optimisers; None where there is none. Raises InputError where it is of another model."""
+    """Restore the newest checkpoint into model and optimisers; None where there is none. Raises InputError where it is
+    of another model.
+    """
     path = newest_checkpoint(folder)
     if path is None:
         return None
@@ -86,8 +94,11 @@ def _restore_optimizers(model: nn.Module, optimizers: list[Optimizer], tensors: 
     }
     moments = {tuple(key.split("/")): value for key, value in tensors.items()}
     if {(kind, name) for kind, name, _ in moments} != set(owners):
-        raise InputError(f"{path} was written with another optimiser: set trainer.optimizer back, or remove the folder to start anew")
+        raise InputError(
+            f"{path} was written with another optimiser: set trainer.optimizer back, or remove the folder to start anew"
+        )
     for (kind, name, moment), value in moments.items():
         optimizer, parameter = owners[kind, name]
-        # Step counters live on the CPU or beside the parameter, as the optimiser likes it; moments beside the parameter.
+        # Step counters live on the CPU or beside the parameter, as the optimiser likes it; moments beside the
+        # parameter.
         optimizer.state[parameter][moment] = value.to(parameter.device) if value.ndim or parameter.is_cuda else value

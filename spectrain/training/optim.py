@@ -1,8 +1,8 @@
 """Optimisers and the learning-rate schedule.
 
-AdamW is torch's. Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) is ours because torch's runs its Newton–Schulz
-iteration in bfloat16 only, which a CPU without bfloat16 units emulates ten times slower than float32. It takes the 2-D matrices of the
-body; norms and lm_head stay with AdamW.
+AdamW is torch's. Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) is ours because torch's runs its
+Newton–Schulz iteration in bfloat16 only, which a CPU without bfloat16 units emulates ten times slower than float32. It
+takes the 2-D matrices of the body; norms and lm_head stay with AdamW.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ def orthogonalise(matrix: Tensor) -> Tensor:
 
 
 class Muon(Optimizer):
-    """Nesterov momentum, orthogonalised, times 0.2·sqrt(longer side): AdamW's rates carry over (Liu et al. 2025, arXiv:2502.16982)."""
+    """Nesterov momentum, orthogonalised, times 0.2·sqrt(longer side): AdamW's rates carry over (Liu et al. 2025,
+    arXiv:2502.16982).
+    """
 
     def __init__(self, params: list[nn.Parameter], lr: float, weight_decay: float = 0.0) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
@@ -78,7 +80,9 @@ def build_optimizers(model: nn.Module, config: TrainerConfig) -> list[Optimizer]
 
 
 def lr_factor(step: int, total_steps: int, config: TrainerConfig) -> float:
-    """What the learning rates are multiplied by at optimiser step ``step`` (from 0): warm-up, then cosine, WSD or constant."""
+    """What the learning rates are multiplied by at optimiser step ``step`` (from 0): warm-up, then cosine, WSD or
+    constant.
+    """
     warmup = max(1, round(config.warmup_fraction * total_steps)) if config.warmup_fraction else 0
     if step < warmup:
         return (step + 1) / warmup
@@ -88,7 +92,9 @@ def lr_factor(step: int, total_steps: int, config: TrainerConfig) -> float:
         return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
     if config.schedule == "wsd":
         decay_from = 1 - config.decay_fraction * total_steps / max(1, total_steps - warmup)
-        return 1.0 if progress < decay_from else final + (1 - final) * max(0.0, 1 - progress) / max(1e-9, 1 - decay_from)
+        return (
+            1.0 if progress < decay_from else final + (1 - final) * max(0.0, 1 - progress) / max(1e-9, 1 - decay_from)
+        )
     return 1.0
 
 

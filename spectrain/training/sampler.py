@@ -1,7 +1,9 @@
-"""Which rows each rank sees at each optimiser step: stateless in (seed, epoch), so that a resumed run needs a step number and nothing else.
+"""Which rows each rank sees at each optimiser step: stateless in (seed, epoch), so that a resumed run needs a step
+number and nothing else.
 
-A step consumes ``gradient_accumulation`` micro-batches of ``micro_batch_size`` rows on every rank. At the end of an epoch what is left makes
-a smaller step; a rank without rows gets an empty list and contributes zero gradients, so that the others need not wait.
+A step consumes ``gradient_accumulation`` micro-batches of ``micro_batch_size`` rows on every rank. At the end of an
+epoch what is left makes a smaller step; a rank without rows gets an empty list and contributes zero gradients, so that
+the others need not wait.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ class StepSampler:
     """All optimiser steps of a training, in order, for one rank of ``world_size``."""
 
     def __init__(self, lengths: Sequence[int], config: TrainerConfig, rank: int = 0, world_size: int = 1) -> None:
-        self._rank, self._world = rank, world_size
+        self._rank = rank
+        self._world = world_size
         self._accumulation = config.gradient_accumulation
         self._micro: list[list[list[int]]] = []  # per epoch: micro-batches of document numbers, over all ranks
         self.steps_per_epoch: list[int] = []
@@ -47,7 +50,8 @@ class StepSampler:
             epoch += 1
         per_step = self._accumulation * self._world
         block = self._micro[epoch][within * per_step : (within + 1) * per_step]
-        # Micro-batch i of the block goes to rank i mod world: all ranks have the same number of passes, empty ones included.
+        # Micro-batch i of the block goes to rank i mod world: all ranks have the same number of passes, empty ones
+        # included.
         mine = [block[i] if i < len(block) else [] for i in range(self._rank, per_step, self._world)]
         passes = -(-len(block) // self._world)
         return StepPlan(epoch, mine[:passes])

@@ -15,15 +15,23 @@ from spectrain.decoding.acceptance import AcceptanceStats, Round, acceptance
 from spectrain.decoding.confidence import ConfidenceSamples
 from spectrain.decoding.confidence_samples import joined, simulated_samples
 from spectrain.decoding.sampling import SamplingParams
-from spectrain.decoding.simulate import Span, expected_acceptance, supervised_spans, simulate, expected_acceptance_by_length
+from spectrain.decoding.simulate import (
+    Span,
+    expected_acceptance,
+    expected_acceptance_by_length,
+    simulate,
+    supervised_spans,
+)
 from spectrain.drafters.base import Advance, Drafter, DraftScores
 
 
 @dataclass(frozen=True)
 class SimulatedAcceptance:
-    """``stats`` for the configured number of draft tokens; ``length_by_n[n - 1]`` is the acceptance length with n, in expectation.
+    """``stats`` for the configured number of draft tokens; ``length_by_n[n - 1]`` is the acceptance length with n, in
+    expectation.
 
-    ``confidence``: what a confidence head said in the rounds of the simulation and what became of it; None without such a head.
+    ``confidence``: what a confidence head said in the rounds of the simulation and what became of it; None without such
+    a head.
     """
 
     stats: AcceptanceStats
@@ -48,12 +56,14 @@ def simulate_heldout(
     most_tokens: int | None = None,
     advance: Advance = lambda documents: None,
 ) -> SimulatedAcceptance:
-    """Simulation ``documents`` of the store with ``config.num_speculative_tokens`` drafts a round, and all lengths up to ``most_tokens``.
+    """Simulation ``documents`` of the store with ``config.num_speculative_tokens`` drafts a round, and all lengths up
+    to ``most_tokens``.
 
-    A drafter whose drafts depend on how many are asked for (``length_matters``) is scored once for every length, as it would be served;
-    where ``most_tokens`` is not given, only for the configured one, and ``length_by_n`` is empty.
-    Scores come from one teacher-forced pass a document; random choices at temperature > 0 are drawn from (seed, document), so the figure
-    does not depend on batching. ``advance`` is told about every document, in parts where it is scored more than once.
+    A drafter whose drafts depend on how many are asked for (``length_matters``) is scored once for every length, as it
+    would be served; where ``most_tokens`` is not given, only for the configured one, and ``length_by_n`` is empty.
+    Scores come from one teacher-forced pass a document; random choices at temperature > 0 are drawn from (seed,
+    document), so the figure does not depend on batching. ``advance`` is told about every document, in parts where it is
+    scored more than once.
     """
     n = config.num_speculative_tokens
     most = max(n, most_tokens or n)
@@ -80,11 +90,18 @@ def simulate_heldout(
         if scores.confidence_RK is not None:
             said = document_spans(batch, DraftScores(scores.anchor_R, scores.confidence_RK), eos_ids)
             for number, own, heard in zip(group, document_spans(batch, scores, eos_ids), said, strict=True):
-                # A stream of its own: the figures of the simulation do not depend on whether there is a confidence head.
+                # A stream of its own: the figures of the simulation do not depend on whether there is a confidence
+                # head.
                 rng = np.random.default_rng((config.seed, number, 1))
-                confidence += [simulated_samples(span, words.accept, n, rng) for span, words in zip(own, heard, strict=True)]
+                confidence += [
+                    simulated_samples(span, words.accept, n, rng) for span, words in zip(own, heard, strict=True)
+                ]
     if drafter.length_matters:
-        by_n = [expected_acceptance(spans[length], length).acceptance_length for length in lengths if most_tokens is not None]
+        by_n = [
+            expected_acceptance(spans[length], length).acceptance_length
+            for length in lengths
+            if most_tokens is not None
+        ]
     else:
         by_n = [expectation.acceptance_length for expectation in expected_acceptance_by_length(spans[shown], most)]
     return SimulatedAcceptance(acceptance(rounds, n), by_n, rounds, joined(confidence))
@@ -98,7 +115,9 @@ def document_spans(batch: PackedBatch, scores: DraftScores, eos_ids: Sequence[in
     for length in batch.lengths():
         part = slice(offset, offset + length)
         ids, mask, accept = batch.input_ids_T[part].numpy(), batch.loss_mask_T[part].numpy(), accept_TK[part].numpy()
-        result.append([Span(start, accept[start:end], int(ids[end - 1]) in eos_ids) for start, end in supervised_spans(mask)])
+        result.append(
+            [Span(start, accept[start:end], int(ids[end - 1]) in eos_ids) for start, end in supervised_spans(mask)]
+        )
         offset += length
     return result
 

@@ -1,9 +1,10 @@
 """The training loop: one function to read, whatever the drafter.
 
-A step adds up (sum, count) pairs of its micro-batches on all ranks and divides once, so that how a global batch is split into
-micro-batches and ranks changes nothing. Before the optimiser moves, the step is checked: a loss that is not finite, or a batch in which
-no position counts, stops the run with a diagnosis. The best drafter is chosen by the simulation's acceptance length, the figure a server
-gives, and is written to its own folder, which checkpoint rotation never touches.
+A step adds up (sum, count) pairs of its micro-batches on all ranks and divides once, so that how a global batch is
+split into micro-batches and ranks changes nothing. Before the optimiser moves, the step is checked: a loss that is not
+finite, or a batch in which no position counts, stops the run with a diagnosis. The best drafter is chosen by the
+simulation's acceptance length, the figure a server gives, and is written to its own folder, which checkpoint rotation
+never touches.
 """
 
 from __future__ import annotations
@@ -92,17 +93,27 @@ class Trainer:
         folder_metadata: dict[str, Any],
         accelerator: Accelerator | None = None,
     ) -> None:
-        """``folder_metadata`` are keyword arguments of ``save_drafter``: target, target_architectures and recorded facts."""
-        self.config, self.paths, self.store, self.eos_ids, self.folder_metadata = config, paths, store, eos_ids, folder_metadata
+        """``folder_metadata`` are keyword arguments of ``save_drafter``: target, target_architectures and recorded
+        facts.
+        """
+        self.config = config
+        self.paths = paths
+        self.store = store
+        self.eos_ids = eos_ids
+        self.folder_metadata = folder_metadata
         options = config.trainer
-        self.train, self.heldout, self.all_heldout = list(train), list(heldout)[: options.eval_documents], list(heldout)
+        self.train = list(train)
+        self.heldout = list(heldout)[: options.eval_documents]
+        self.all_heldout = list(heldout)
         if not self.train:
             raise RunError(
-                "no training document has two generated tokens side by side within trainer.packed_length: let the target give longer answers "
+                "no training document has two generated tokens side by side within trainer.packed_length: let the "
+                "target give longer answers "
                 "(sampling.max_new_tokens), or raise trainer.packed_length"
             )
         self.accelerator = accelerator or Accelerator(
-            mixed_precision="no",  # accelerate fixes it for the process, but the jobs of a sweep may differ: see _backward
+            # accelerate fixes it for the process, but the jobs of a sweep may differ: see _backward
+            mixed_precision="no",
             log_with=list(config.logger.trackers) or None,
             project_dir=str(paths.metrics.parent),
         )
@@ -120,7 +131,9 @@ class Trainer:
         self.last_loss = float("nan")
 
     def fit(self) -> FitResult:
-        """Train to the last step, resuming from the newest checkpoint. Raises RunError on non-finite loss or an all-zero mask."""
+        """Train to the last step, resuming from the newest checkpoint. Raises RunError on non-finite loss or an
+        all-zero mask.
+        """
         started = time.monotonic()
         first, total = self._resume(), self.sampler.total_steps
         self._start_trackers()
@@ -142,7 +155,9 @@ class Trainer:
         self._calibrate(total)
         if self.config.logger.trackers:
             self.accelerator.end_training()
-        return FitResult(total, int(self.best["step"]), self.best["acceptance_length"], self.last_loss, time.monotonic() - started)
+        return FitResult(
+            total, int(self.best["step"]), self.best["acceptance_length"], self.last_loss, time.monotonic() - started
+        )
 
     def _step(self, step: int) -> tuple[StepSums, float]:
         """Gradients of one global batch, checked, then one optimiser step."""
@@ -155,7 +170,8 @@ class Trainer:
                 self._backward(step, documents, sums)
         self._reduce(sums)
         self._check(step, sums)
-        # Sums were differentiated; dividing by the global weight (and undoing the mean that data parallelism takes) happens once, here.
+        # Sums were differentiated; dividing by the global weight (and undoing the mean that data parallelism takes)
+        # happens once, here.
         scale = self.accelerator.num_processes / sums.weight
         parameters = [p for p in self.drafter.parameters() if p.grad is not None]
         for parameter in parameters:
@@ -163,7 +179,8 @@ class Trainer:
         norm = torch.nn.utils.clip_grad_norm_(parameters, self.config.trainer.max_grad_norm)
         if not torch.isfinite(norm):
             raise RunError(
-                f"the gradient is not finite at step {step + 1} (loss {sums.loss / sums.weight:.4f}): lower trainer.learning_rate"
+                f"the gradient is not finite at step {step + 1} (loss {sums.loss / sums.weight:.4f}): lower "
+                f"trainer.learning_rate"
             )
         set_learning_rates(self.optimizers, lr_factor(step, self.sampler.total_steps, self.config.trainer))
         for optimizer in self.optimizers:
@@ -172,13 +189,15 @@ class Trainer:
         return sums, time.monotonic() - started
 
     def _backward(self, step: int, documents: list[int], sums: StepSums) -> None:
-        # A rank whose rows have run out in this epoch runs one token, in which nothing can count: the others wait for its gradients, and
-        # data-parallel wrappers exchange them only after a forward pass.
+        # A rank whose rows have run out in this epoch runs one token, in which nothing can count: the others wait for
+        # its gradients, and data-parallel wrappers exchange them only after a forward pass.
         chosen, most = (documents, self.config.trainer.packed_length) if documents else ([0], 1)
         numbers = tuple(self.train[d] for d in chosen)
         draw = Draw(self.config.trainer.seed, step, numbers, self.config.trainer.packed_length)
         batch = pack_batch([self.store[number] for number in numbers], most, draw).to(self.accelerator.device)
-        with torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=self.config.trainer.precision == "bfloat16"):
+        with torch.autocast(
+            self.accelerator.device.type, torch.bfloat16, enabled=self.config.trainer.precision == "bfloat16"
+        ):
             losses = self.model(batch)
         sums.add(losses, batch.num_tokens if documents else 0)
         self.accelerator.backward(losses.loss)
@@ -190,7 +209,9 @@ class Trainer:
         zeros = torch.zeros(k, device=self.accelerator.device)
         rows = [sums.hits_K if sums.hits_K is not None else zeros, sums.count_K if sums.count_K is not None else zeros]
         rows += [sums.terms_K.get(name, zeros) for name in names]
-        head = torch.tensor([sums.loss, sums.weight, float(sums.tokens)], dtype=torch.float64, device=self.accelerator.device)
+        head = torch.tensor(
+            [sums.loss, sums.weight, float(sums.tokens)], dtype=torch.float64, device=self.accelerator.device
+        )
         flat = self.accelerator.reduce(torch.cat([head, *(row.double() for row in rows)]), reduction="sum")
         sums.loss, sums.weight, sums.tokens = float(flat[0]), float(flat[1]), int(flat[2])
         sums.hits_K, sums.count_K, *terms = flat[3:].view(-1, k)
@@ -199,12 +220,14 @@ class Trainer:
     def _check(self, step: int, sums: StepSums) -> None:
         if sums.weight == 0:
             raise RunError(
-                f"no position counts in the batch of step {step + 1}: the loss mask of its documents is all zero, or every answer is one "
+                f"no position counts in the batch of step {step + 1}: the loss mask of its documents is all zero, or "
+                f"every answer is one "
                 f"token; look at them with `spectrain inspect responses run.dir={self.config.run.dir}`"
             )
         if not math.isfinite(sums.loss):
             raise RunError(
-                f"the loss is not finite at step {step + 1}: lower trainer.learning_rate, or check the states with `spectrain capture` "
+                f"the loss is not finite at step {step + 1}: lower trainer.learning_rate, or check the states with "
+                f"`spectrain capture` "
                 f"(epoch {self.sampler[step].epoch + 1}, {sums.tokens} tokens)"
             )
 
@@ -222,7 +245,9 @@ class Trainer:
             bar.advance(0, note=f"simulate: {simulated:.0f} of {len(self.heldout)} documents")
 
         packed_length = options.trainer.packed_length
-        result = simulate_heldout(self.drafter, self.store, self.heldout, options.decoding, self.eos_ids, packed_length, most, advance)
+        result = simulate_heldout(
+            self.drafter, self.store, self.heldout, options.decoding, self.eos_ids, packed_length, most, advance
+        )
         self.drafter.train()
         self._log(step, simulation_metrics(result, time.monotonic() - started))
         length = result.stats.acceptance_length
@@ -244,7 +269,11 @@ class Trainer:
     def _save_best(self, step: int, length: float) -> None:
         self.best = {"step": step, "acceptance_length": length}
         if self.accelerator.is_main_process:
-            facts = {**self.folder_metadata.get("facts", {}), "step": step, "simulated_acceptance_length": _plain(length)}
+            facts = {
+                **self.folder_metadata.get("facts", {}),
+                "step": step,
+                "simulated_acceptance_length": _plain(length),
+            }
             save_drafter(
                 self.drafter,
                 self.paths.drafter,
@@ -254,15 +283,23 @@ class Trainer:
 
     def _checkpoint(self, step: int) -> None:
         if self.accelerator.is_main_process:
-            state = {"step": step, "best": self.best, "last_loss": self.last_loss, "world_size": self.accelerator.num_processes}
-            save_checkpoint(self.paths.checkpoints, self.drafter, self.optimizers, state, self.config.trainer.keep_checkpoints)
+            state = {
+                "step": step,
+                "best": self.best,
+                "last_loss": self.last_loss,
+                "world_size": self.accelerator.num_processes,
+            }
+            save_checkpoint(
+                self.paths.checkpoints, self.drafter, self.optimizers, state, self.config.trainer.keep_checkpoints
+            )
         self.accelerator.wait_for_everyone()
 
     def _resume(self) -> int:
         state = load_checkpoint(self.paths.checkpoints, self.drafter, self.optimizers)
         step = 0 if state is None else int(state["step"])
         if state is not None:
-            self.best, self.last_loss = state["best"], state["last_loss"]
+            self.best = state["best"]
+            self.last_loss = state["last_loss"]
             say(f"fit: resuming after step {step} of {self.sampler.total_steps}")
         if self.accelerator.is_main_process:
             _keep_metrics_up_to(self.paths.metrics, -1 if state is None else step)
@@ -291,7 +328,9 @@ class Trainer:
             with self.paths.metrics.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(_plain({"step": step, **values})) + "\n")
         if self.config.logger.trackers:
-            self.accelerator.log({key: value for key, value in values.items() if isinstance(value, int | float)}, step=step)
+            self.accelerator.log(
+                {key: value for key, value in values.items() if isinstance(value, int | float)}, step=step
+            )
 
 
 def simulation_metrics(result: SimulatedAcceptance, seconds: float) -> dict[str, Any]:
@@ -303,7 +342,11 @@ def simulation_metrics(result: SimulatedAcceptance, seconds: float) -> dict[str,
         "simulated_rounds": result.stats.rounds,
         "simulated_acceptance_length_by_n": {str(n): length for n, length in enumerate(result.length_by_n, start=1)},
         "simulation_s": seconds,
-        **({} if result.confidence is None else {"confidence_error": error_per_position(result.confidence, Calibration())}),
+        **(
+            {}
+            if result.confidence is None
+            else {"confidence_error": error_per_position(result.confidence, Calibration())}
+        ),
     }
 
 
@@ -317,7 +360,9 @@ def _plain(value: Any) -> Any:
 
 
 def _keep_metrics_up_to(path: Path, step: int) -> None:
-    """Drop lines of what will run again after a resume (later steps, the calibration), and a last line that a kill cut short."""
+    """Drop lines of what will run again after a resume (later steps, the calibration), and a last line that a kill cut
+    short.
+    """
     if not path.exists():
         return
     kept = []

@@ -1,16 +1,19 @@
 """Training of block drafters: tokens per second and peak memory against the plain reference, side by side in one run.
 
-    OMP_WAIT_POLICY=PASSIVE python tests/bench/bench_block.py [--method dflash dspark] [--anchors 128 256] [--steps 5] [--rounds 3]
+    OMP_WAIT_POLICY=PASSIVE python tests/bench/bench_block.py [--method dflash dspark] [--anchors 128 256] [--steps 5]
+    [--rounds 3]
 
-Both sides train two layers with blocks of 8 slots on the same row of 1024 tokens with the dimensions of SmolLM2-135M (H 576, full
-vocabulary of 49152), float32, AdamW, two threads; states are random, which costs what real ones cost. Documents have 130 prompt and 126
-generated tokens, as GSM8K with short answers. DFlash drafts from 7 slots of a block; DSpark from all 8, with a Markov head of rank 256 and
-a confidence head. The reference is what one writes first: every block's logits and its teacher's distribution over the whole vocabulary, SDPA
-with a dense mask over the context and all blocks, the bias slot by slot, autograd through all of it.
+Both sides train two layers with blocks of 8 slots on the same row of 1024 tokens with the dimensions of SmolLM2-135M (H
+576, full vocabulary of 49152), float32, AdamW, two threads; states are random, which costs what real ones cost.
+Documents have 130 prompt and 126 generated tokens, as GSM8K with short answers. DFlash drafts from 7 slots of a block;
+DSpark from all 8, with a Markov head of rank 256 and a confidence head. The reference is what one writes first: every
+block's logits and its teacher's distribution over the whole vocabulary, SDPA with a dense mask over the context and all
+blocks, the bias slot by slot, autograd through all of it.
 
-Each side runs in its own process (peak memory is the process's high-water mark less its size before the first step), interleaved; the best
-round counts. Operations: *needed* are those of the counted slots, by formula, a position's teacher and Markov bias counted once;
-*executed* are counted by torch while a step runs; the peak is a 2048³ product in the same process.
+Each side runs in its own process (peak memory is the process's high-water mark less its size before the first step),
+interleaved; the best round counts. Operations: *needed* are those of the counted slots, by formula, a position's
+teacher and Markov bias counted once; *executed* are counted by torch while a step runs; the peak is a 2048³ product in
+the same process.
 """
 
 from __future__ import annotations
@@ -103,12 +106,17 @@ def reference_loss(drafter: Any, head: Any, batch: Any) -> torch.Tensor:
 
     def attend(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         parts = zip(body.layers[index].context_kv(fused, cos_sin), (k, v), strict=True)
-        key, value = (torch.cat([c, o.flatten(0, 1)]).repeat_interleave(HEADS // KV_HEADS, 1).transpose(0, 1)[None] for c, o in parts)
+        key, value = (
+            torch.cat([c, o.flatten(0, 1)]).repeat_interleave(HEADS // KV_HEADS, 1).transpose(0, 1)[None]
+            for c, o in parts
+        )
         heads = F.scaled_dot_product_attention(q.flatten(0, 1).transpose(0, 1)[None], key, value, attn_mask=visible)
         return heads[0].transpose(0, 1).view_as(q)
 
     hidden = body(
-        body.block_input(batch.input_ids_T[anchor], head), drafter.rotary.cos_sin(batch.position_ids_T[anchor][:, None] + slots), attend
+        body.block_input(batch.input_ids_T[anchor], head),
+        drafter.rotary.cos_sin(batch.position_ids_T[anchor][:, None] + slots),
+        attend,
     )[:, shape.first_slot :]
     at = anchor[:, None] + places
     valid = ((at + 1 < t) & batch.loss_mask_T[(at + 1).clamp(max=t - 1)]).cumprod(1).bool()
@@ -130,8 +138,8 @@ def reference_loss(drafter: Any, head: Any, batch: Any) -> torch.Tensor:
 
 
 def needed_operations(drafter: Any, batch: Any) -> float:
-    """Multiply-adds × 2 of what counts: forward and two backward products for trained matrices, no weight's for the frozen head, forward
-    alone for the teacher; fc's input needs no gradient."""
+    """Multiply-adds × 2 of what counts: forward and two backward products for trained matrices, no weight's for the
+    frozen head, forward alone for the teacher; fc's input needs no gradient."""
     from spectrain.drafters.block.anchors import draw_anchors
     from spectrain.drafters.block.block_training import Counted
 
@@ -145,7 +153,9 @@ def needed_operations(drafter: Any, batch: Any) -> float:
     seen = float(batch.position_ids_T[anchor].sum()) * BLOCK + rows * BLOCK
     attention = 2 * q_size * seen
     markov = 3 * teachers * RANK * VOCAB if drafter.body.markov_head is not None else 0
-    return 2 * (2 * fuse + 3 * LAYERS * (context + layer + attention) + (2 * students + teachers) * VOCAB * HIDDEN + markov)
+    return 2 * (
+        2 * fuse + 3 * LAYERS * (context + layer + attention) + (2 * students + teachers) * VOCAB * HIDDEN + markov
+    )
 
 
 def worker(side: str, method: str, anchors: int, steps: int) -> dict[str, float]:
@@ -193,25 +203,37 @@ def compare(method: str, anchors: int, steps: int, rounds: int) -> None:
     best: dict[str, dict[str, float]] = {}
     for _ in range(rounds):
         for side in ("reference", "spectrain"):
-            command = [sys.executable, __file__, "--side", side, "--method", method, "--anchors", str(anchors), "--steps", str(steps)]
+            command = [
+                sys.executable,
+                __file__,
+                "--side",
+                side,
+                "--method",
+                method,
+                "--anchors",
+                str(anchors),
+                "--steps",
+                str(steps),
+            ]
             result = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
             if side not in best or result["tokens_per_s"] > best[side]["tokens_per_s"]:
                 best[side] = result
     print(f"{method}, {anchors} anchors")
     print(
-        f"{'':<11}{'tokens/s':>10}{'peak MB':>10}{'step MB':>10}{'needed G':>10}{'executed G':>12}{'needed/peak':>13}{'executed/peak':>15}"
+        f"{'':<11}{'tokens/s':>10}{'peak MB':>10}{'step MB':>10}{'needed G':>10}{'executed G':>12}{'needed/peak':>13}{'executed/peak':>15}"  # noqa: E501
         f"{'loss':>12}"
     )
     for side, r in best.items():
         capacity = r["seconds"] * r["peak_operations_per_s"]
         print(
-            f"{side:<11}{r['tokens_per_s']:>10.0f}{r['peak_bytes'] / 1e6:>10.0f}{r['step_bytes'] / 1e6:>10.0f}{r['needed'] / 1e9:>10.1f}"
-            f"{r['executed'] / 1e9:>12.1f}{r['needed'] / capacity:>13.0%}{r['executed'] / capacity:>15.0%}{r['loss']:>12.2f}"
+            f"{side:<11}{r['tokens_per_s']:>10.0f}{r['peak_bytes'] / 1e6:>10.0f}{r['step_bytes'] / 1e6:>10.0f}{r['needed'] / 1e9:>10.1f}"  # noqa: E501
+            f"{r['executed'] / 1e9:>12.1f}{r['needed'] / capacity:>13.0%}{r['executed'] / capacity:>15.0%}{r['loss']:>12.2f}"  # noqa: E501
         )
     ours, plain = best["spectrain"], best["reference"]
     print(
         f"spectrain / reference: speed {ours['tokens_per_s'] / plain['tokens_per_s']:.2f} x, peak memory "
-        f"{ours['peak_bytes'] / plain['peak_bytes']:.2f} x, memory of a step {ours['step_bytes'] / plain['step_bytes']:.2f} x\n"
+        f"{ours['peak_bytes'] / plain['peak_bytes']:.2f} x, memory of a step "
+        f"{ours['step_bytes'] / plain['step_bytes']:.2f} x\n"
     )
 
 

@@ -2,14 +2,15 @@
 
     OMP_WAIT_POLICY=PASSIVE python tests/bench/bench_eagle3.py [--draft-vocab 8192] [--steps 5]
 
-Both sides train one layer for three steps on the same row of 1024 tokens with the dimensions of SmolLM2-135M (H 576, V 49152), float32,
-AdamW, two threads; states are random, which costs what real ones cost. Documents have 130 prompt and 126 generated tokens, as GSM8K
-with short answers. The reference is what one writes first: every column at every step, SDPA with a dense mask, the teacher's distribution and the
-drafter's logits of all steps materialised over whole vocabularies, autograd through all of it.
+Both sides train one layer for three steps on the same row of 1024 tokens with the dimensions of SmolLM2-135M (H 576, V
+49152), float32, AdamW, two threads; states are random, which costs what real ones cost. Documents have 130 prompt and
+126 generated tokens, as GSM8K with short answers. The reference is what one writes first: every column at every step,
+SDPA with a dense mask, the teacher's distribution and the drafter's logits of all steps materialised over whole
+vocabularies, autograd through all of it.
 
-Each side runs in its own process (peak memory is the process's high-water mark less its size before the first step), three rounds,
-interleaved; the best round counts. Operations: *needed* are those of the counted positions, by formula; *executed* are counted by torch
-while a step runs; the peak is a 2048³ product in the same process.
+Each side runs in its own process (peak memory is the process's high-water mark less its size before the first step),
+three rounds, interleaved; the best round counts. Operations: *needed* are those of the counted positions, by formula;
+*executed* are counted by torch while a step runs; the peak is a 2048³ product in the same process.
 """
 
 from __future__ import annotations
@@ -109,7 +110,9 @@ def reference_loss(drafter: Any, head: Any, batch: Any) -> torch.Tensor:
 
 
 def needed_operations(batch: Any, draft_vocab: int, owns_head: bool) -> float:
-    """Multiply-adds × 2 of the counted positions: forward and two backward products for trained matrices, forward alone for the teacher."""
+    """Multiply-adds × 2 of the counted positions: forward and two backward products for trained matrices, forward alone
+    for the teacher.
+    """
     from spectrain.drafters.autoregressive.unroll import Columns
 
     valid_K = Columns.build(batch, STEPS_K).valid_KM.sum(-1).tolist()
@@ -165,7 +168,9 @@ def worker(side: str, draft_vocab: int, steps: int) -> dict[str, float]:
         step()
         times.append(time.perf_counter() - start)
     peak_bytes = resident_bytes("VmHWM")
-    onednn = {torch.ops.mkldnn._linear_pointwise: lambda x, weight, *_, out_val=None, **__: 2 * math.prod(x) * weight[0]}
+    onednn = {
+        torch.ops.mkldnn._linear_pointwise: lambda x, weight, *_, out_val=None, **__: 2 * math.prod(x) * weight[0]
+    }
     with FlopCounterMode(display=False, custom_mapping=onednn) as counter:
         step()
     return {
@@ -192,24 +197,37 @@ def main() -> None:
     best: dict[str, dict[str, float]] = {}
     for _ in range(options.rounds):
         for side in ("reference", "spectrain"):
-            command = [sys.executable, __file__, "--side", side, "--draft-vocab", str(options.draft_vocab), "--steps", str(options.steps)]
+            command = [
+                sys.executable,
+                __file__,
+                "--side",
+                side,
+                "--draft-vocab",
+                str(options.draft_vocab),
+                "--steps",
+                str(options.steps),
+            ]
             result = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
             if side not in best or result["tokens_per_s"] > best[side]["tokens_per_s"]:
                 best[side] = result
-    print(f"one layer, {STEPS_K} steps, row of {ROW} tokens, draft vocabulary {options.draft_vocab} of {VOCAB}, float32, AdamW, 2 threads")
     print(
-        f"{'':<11}{'tokens/s':>10}{'peak MB':>10}{'step MB':>10}{'needed G':>10}{'executed G':>12}{'needed/peak':>13}{'executed/peak':>15}"
+        f"one layer, {STEPS_K} steps, row of {ROW} tokens, draft vocabulary {options.draft_vocab} of {VOCAB}, "
+        f"float32, AdamW, 2 threads"
+    )
+    print(
+        f"{'':<11}{'tokens/s':>10}{'peak MB':>10}{'step MB':>10}{'needed G':>10}{'executed G':>12}{'needed/peak':>13}{'executed/peak':>15}"  # noqa: E501
     )
     for side, r in best.items():
         capacity = r["seconds"] * r["peak_operations_per_s"]
         print(
-            f"{side:<11}{r['tokens_per_s']:>10.0f}{r['peak_bytes'] / 1e6:>10.0f}{r['step_bytes'] / 1e6:>10.0f}{r['needed'] / 1e9:>10.1f}"
+            f"{side:<11}{r['tokens_per_s']:>10.0f}{r['peak_bytes'] / 1e6:>10.0f}{r['step_bytes'] / 1e6:>10.0f}{r['needed'] / 1e9:>10.1f}"  # noqa: E501
             f"{r['executed'] / 1e9:>12.1f}{r['needed'] / capacity:>13.0%}{r['executed'] / capacity:>15.0%}"
         )
     ours, plain = best["spectrain"], best["reference"]
     print(
         f"spectrain / reference: speed {ours['tokens_per_s'] / plain['tokens_per_s']:.2f} x, peak memory "
-        f"{ours['peak_bytes'] / plain['peak_bytes']:.2f} x, memory of a step {ours['step_bytes'] / plain['step_bytes']:.2f} x"
+        f"{ours['peak_bytes'] / plain['peak_bytes']:.2f} x, memory of a step "
+        f"{ours['step_bytes'] / plain['step_bytes']:.2f} x"
     )
 
 

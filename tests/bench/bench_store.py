@@ -2,10 +2,10 @@
 
     python tests/bench/bench_store.py [--mib 512] [--folder /tmp] [--repeats 3]
 
-Every reader takes the documents in the same shuffled order and ends with their bytes in a buffer of its own, as a trainer's packing does.
-``raw`` seeks and reads each document from one flat file. "Cold" is after the operating system was told to drop the files from its cache
-(Linux only; a virtual disk may have a cache of its own), "warm" with all of them in memory. int8 counts the bytes it delivers, as float32.
-One thread each.
+Every reader takes the documents in the same shuffled order and ends with their bytes in a buffer of its own, as a
+trainer's packing does. ``raw`` seeks and reads each document from one flat file. "Cold" is after the operating system
+was told to drop the files from its cache (Linux only; a virtual disk may have a cache of its own), "warm" with all of
+them in memory. int8 counts the bytes it delivers, as float32. One thread each.
 """
 
 from __future__ import annotations
@@ -44,7 +44,11 @@ def write_stores(folder: Path, total_bytes: int) -> tuple[list[int], dict[str, f
             for number, length in enumerate(lengths):
                 x = noise[:length].to(torch.bfloat16 if dtype == "bfloat16" else torch.float32)
                 ids = torch.zeros(length, dtype=torch.int32)
-                writer.add(TargetStates(ids, ids.to(torch.uint8), x[:, 1:], x[:, 0], noise[:length, 0, 0], f"{number:06d}", "train"))
+                writer.add(
+                    TargetStates(
+                        ids, ids.to(torch.uint8), x[:, 1:], x[:, 0], noise[:length, 0, 0], f"{number:06d}", "train"
+                    )
+                )
         speeds[dtype] = StoredHiddenStates(folder / dtype).total_bytes / (time.perf_counter() - start)
     with (folder / "raw.bin").open("wb") as file:
         for length in lengths:
@@ -109,7 +113,10 @@ def main() -> None:
         readers: dict[str, Callable[[], int]] = {"raw": lambda: read_raw(folder / "raw.bin", lengths, order, buffer)}
         for dtype in write_speeds:
             readers[dtype] = lambda dtype=dtype: read_store(folder / dtype, order, buffer)
-        print(f"{len(lengths)} documents, {sum(lengths):,} tokens, {arguments.mib} MiB in bfloat16; MB/s, best of {arguments.repeats}")
+        print(
+            f"{len(lengths)} documents, {sum(lengths):,} tokens, {arguments.mib} MiB in bfloat16; MB/s, best of "
+            f"{arguments.repeats}"
+        )
         print(f"{'reader':<10}{'write':>10}{'cold':>10}{'warm':>10}{'cold/raw':>10}{'warm/raw':>10}")
         cold, warm = dict.fromkeys(readers, 0.0), dict.fromkeys(readers, 0.0)
         for _ in range(arguments.repeats):  # interleaved, so that other load on the machine meets all readers
@@ -121,7 +128,9 @@ def main() -> None:
         for reader in readers:
             write = f"{write_speeds[reader] / 1e6:,.0f}" if reader in write_speeds else ""
             ratios = (cold[reader] / cold["raw"] if cold["raw"] else 0.0, warm[reader] / warm["raw"])
-            print(f"{reader:<10}{write:>10}{cold[reader] / 1e6:>10,.0f}{warm[reader] / 1e6:>10,.0f}{ratios[0]:>10.2f}{ratios[1]:>10.2f}")
+            print(
+                f"{reader:<10}{write:>10}{cold[reader] / 1e6:>10,.0f}{warm[reader] / 1e6:>10,.0f}{ratios[0]:>10.2f}{ratios[1]:>10.2f}"  # noqa: E501
+            )
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
     python tests/bench/bench_vllm_capture.py --target FOLDER [--documents 64] [--tokens 256] [--taps 2,15,27]
 
-Both send the same random documents to a vLLM of the same settings (float32, no prefix cache) and ask for one token of each; the capturing
-one writes their states into shards. Times are from the first request to the last answer, and for capture also until all shards are on
-disk; loading and four documents of warm-up are left out. The log-normalizer, which is filled in when shards are adopted, is timed apart.
+Both send the same random documents to a vLLM of the same settings (float32, no prefix cache) and ask for one token of
+each; the capturing one writes their states into shards. Times are from the first request to the last answer, and for
+capture also until all shards are on disk; loading and four documents of warm-up are left out. The log-normalizer, which
+is filled in when shards are adopted, is timed apart.
 """
 
 from __future__ import annotations
@@ -75,7 +76,9 @@ def main() -> None:
         def send(client: VLLMClient, part: list[Response], states: bool) -> float:
             requests = [Document.of(response).request() for response in part]
             start_s = time.monotonic()
-            for _ in answers(client, requests if states else [dataclasses.replace(request, states=None) for request in requests]):
+            for _ in answers(
+                client, requests if states else [dataclasses.replace(request, states=None) for request in requests]
+            ):
                 pass
             return time.monotonic() - start_s
 
@@ -88,13 +91,19 @@ def main() -> None:
         meta = StoreMeta(resolved.id, resolved.revision, "", "", "", taps, spec.hidden_size, "float32")
         capturing = VLLMCapture(opened, engine, target, resolved, spec)
         with HiddenStatesWriter(folder / "hidden_states", meta) as writer:
-            with capturing.running(capturing.plan(meta, 1 << 28), folder / "hidden_states", "capture", []) as (client, session):
+            with capturing.running(capturing.plan(meta, 1 << 28), folder / "hidden_states", "capture", []) as (
+                client,
+                session,
+            ):
                 send(client, responses[:WARM_UP], states=True)
                 start_s = time.monotonic()
                 capture_s = send(client, responses[WARM_UP:], states=True)
                 missing = await_arrival(session, {response.key for response in responses})
                 written_s = time.monotonic() - start_s
-            print(f"capture           {tokens / capture_s:8,.0f} tokens/s, {capture_s / plain_s - 1:+.1%}; {len(missing)} documents lost")
+            print(
+                f"capture           {tokens / capture_s:8,.0f} tokens/s, {capture_s / plain_s - 1:+.1%}; "
+                f"{len(missing)} documents lost"
+            )
             print(f"  and on disk     {tokens / written_s:8,.0f} tokens/s, {written_s / plain_s - 1:+.1%}")
             start_s = time.monotonic()
             capturing.adopt_leftovers(writer, responses)

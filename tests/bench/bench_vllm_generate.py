@@ -2,10 +2,11 @@
 
     python tests/bench/bench_vllm_generate.py [--target FOLDER] [--prompts 64] [--new-tokens 64] [--rounds 3]
 
-Both answer the same conversations (one turn of a few words; without --target, by a random target of SmolLM2-135M's shape) greedily, every
-answer as long as the limit allows, under the same settings: max_num_seqs, float32, eager, no prefix cache, the same variables. vLLM's side
-gets the finished ids in one list, ours makes them from conversations and keeps its service supplied. Times are from the first request to
-the last response; loading is left out. Each side runs in a process of its own, in turns; the best of the rounds counts.
+Both answer the same conversations (one turn of a few words; without --target, by a random target of SmolLM2-135M's
+shape) greedily, every answer as long as the limit allows, under the same settings: max_num_seqs, float32, eager, no
+prefix cache, the same variables. vLLM's side gets the finished ids in one list, ours makes them from conversations and
+keeps its service supplied. Times are from the first request to the last response; loading is left out. Each side runs
+in a process of its own, in turns; the best of the rounds counts.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ def conversations(count: int) -> list[tuple[Conversation, str]]:
 
 def settings(folder: str) -> tuple[EngineConfig, TargetConfig]:
     args = {"enable_prefix_caching": False, "kv_cache_dtype": "auto"}
-    return EngineConfig(name="vllm", max_num_seqs=SEQUENCES, args=args), TargetConfig(path=folder, max_length=MAX_LENGTH)
+    return EngineConfig(name="vllm", max_num_seqs=SEQUENCES, args=args), TargetConfig(
+        path=folder, max_length=MAX_LENGTH
+    )
 
 
 def worker(side: str, folder: str, prompts: int, new_tokens: int) -> dict[str, float]:
@@ -71,7 +74,8 @@ def worker(side: str, folder: str, prompts: int, new_tokens: int) -> dict[str, f
         ours = VLLMEngine(resolve_target(target), template, (), MAX_LENGTH, lambda purpose, extra: client)
         start, start_cpu_s = time.perf_counter(), cpu_s(client)
         tokens = sum(
-            int(response.loss_mask.sum()) for response in ours.generate(asked, sampling, on_tokens=lambda _: used.append(cpu_s(client)))
+            int(response.loss_mask.sum())
+            for response in ours.generate(asked, sampling, on_tokens=lambda _: used.append(cpu_s(client)))
         )
         seconds, used_s = time.perf_counter() - start, used[-1] - start_cpu_s
     else:
@@ -114,16 +118,33 @@ def main() -> None:
         best: dict[str, dict[str, float]] = {"vllm": {}, "spectrain": {}}
         for _ in range(options.rounds):
             for side, figures in best.items():
-                command = [sys.executable, __file__, "--side", side, "--target", folder, "--prompts", str(options.prompts)]
+                command = [
+                    sys.executable,
+                    __file__,
+                    "--side",
+                    side,
+                    "--target",
+                    folder,
+                    "--prompts",
+                    str(options.prompts),
+                ]
                 command += ["--new-tokens", str(options.new_tokens)]
-                shown = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=variables)
+                shown = subprocess.run(
+                    command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=variables
+                )
                 result = json.loads(shown.stdout.splitlines()[-1])
                 best[side] = {name: max(value, figures.get(name, 0.0)) for name, value in result.items()}
     print(f"{options.prompts} prompts, {options.new_tokens} new tokens each, max_num_seqs {SEQUENCES}")
     for side, figures in best.items():
-        print(f"{side:<10}{figures['tokens_per_s']:>9.1f} tokens/s{figures['tokens_per_cpu_s']:>9.1f} tokens/CPU-second")
+        print(
+            f"{side:<10}{figures['tokens_per_s']:>9.1f} tokens/s{figures['tokens_per_cpu_s']:>9.1f} tokens/CPU-second"
+        )
     ratios = (best["spectrain"][name] / best["vllm"][name] for name in ("tokens_per_s", "tokens_per_cpu_s"))
-    print("spectrain / vLLM: {:.3f} in time, {:.3f} in CPU time (which is what counts where others use the machine)".format(*ratios))
+    print(
+        "spectrain / vLLM: {:.3f} in time, {:.3f} in CPU time (which is what counts where others use the machine)".format(  # noqa: E501
+            *ratios
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
-"""Do vLLM and transformers say and see the same? Greedy answers and captured states of one target from both engines, compared.
+"""Do vLLM and transformers say and see the same? Greedy answers and captured states of one target from both engines,
+compared.
 
-    python tests/bench/engines_agree.py --target FOLDER --prompts PROMPTS.jsonl [--count 32] [--new-tokens 96] [--taps 2,15,27]
+    python tests/bench/engines_agree.py --target FOLDER --prompts PROMPTS.jsonl [--count 32] [--new-tokens 96] [--taps
+    2,15,27]
 
-Prints how many answers are equal, for each that is not the gap between the two tokens' logits where they part (a tie, if rounding explains
-it), and for every tap the largest difference of the states, relative to the tap's largest value and to its own row. float32.
+Prints how many answers are equal, for each that is not the gap between the two tokens' logits where they part (a tie,
+if rounding explains it), and for every tap the largest difference of the states, relative to the tap's largest value
+and to its own row. float32.
 """
 
 from __future__ import annotations
@@ -40,7 +43,9 @@ def main() -> None:
     resolved = resolve_target(target_config)
     spec = TargetSpec.from_folder(resolved.folder, False)
     engine_config = EngineConfig(name="vllm", self_check="off")
-    prompts = split_prompts(DataConfig(train=(options.prompts,), heldout_fraction=1e-9, max_train=options.count), []).train
+    prompts = split_prompts(
+        DataConfig(train=(options.prompts,), heldout_fraction=1e-9, max_train=options.count), []
+    ).train
     sampling = Sampling(temperature=0.0, top_p=1.0, top_k=0, max_new_tokens=options.new_tokens, seed=0)
     asked = [(conversation, "train") for conversation in prompts]
     taps = tuple(int(tap) for tap in options.taps.split(","))

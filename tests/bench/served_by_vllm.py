@@ -1,10 +1,13 @@
-"""What vLLM itself reports for a drafter folder: acceptance from its own counters, prompts and ids as `spectrain eval` uses them.
+"""What vLLM itself reports for a drafter folder: acceptance from its own counters, prompts and ids as `spectrain eval`
+uses them.
 
-    python tests/bench/served_by_vllm.py --target TARGET_FOLDER --drafter RUN/drafter --prompts PROMPTS.jsonl --max-prompts 64
+    python tests/bench/served_by_vllm.py --target TARGET_FOLDER --drafter RUN/drafter --prompts PROMPTS.jsonl
+    --max-prompts 64
 
 Runs in an environment that has vLLM; on a CPU start it with VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_CPU_KVCACHE_SPACE=1
-VLLM_CPU_OMP_THREADS_BIND=0-1 OMP_NUM_THREADS=2 and libiomp5.so of intel-openmp in LD_PRELOAD. Greedy decoding, float32. Rounds that the
-length limit cut are left out in the second line, as spectrain's own figures leave them out: vLLM counts drafts accepted beyond the limit.
+VLLM_CPU_OMP_THREADS_BIND=0-1 OMP_NUM_THREADS=2 and libiomp5.so of intel-openmp in LD_PRELOAD. Greedy decoding, float32.
+Rounds that the length limit cut are left out in the second line, as spectrain's own figures leave them out: vLLM counts
+drafts accepted beyond the limit.
 """
 
 from __future__ import annotations
@@ -31,7 +34,10 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(options.target)
     lines = Path(options.prompts).read_text(encoding="utf-8").splitlines()[: options.max_prompts]
     chats = [[{"role": "user", "content": json.loads(line)["turns"][0]}] for line in lines]
-    prompts = [{"prompt_token_ids": tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=False)} for c in chats]
+    prompts = [
+        {"prompt_token_ids": tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=False)}
+        for c in chats
+    ]
     model = LLM(
         options.target,
         dtype="float32",
@@ -41,22 +47,36 @@ def main() -> None:
         seed=0,
         disable_log_stats=False,
         per_request_spec_decode_metrics="detailed",
-        speculative_config={"model": options.drafter, "method": "eagle3", "num_speculative_tokens": options.num_speculative_tokens},
+        speculative_config={
+            "model": options.drafter,
+            "method": "eagle3",
+            "num_speculative_tokens": options.num_speculative_tokens,
+        },
     )
     outputs = model.generate(prompts, SamplingParams(temperature=0.0, max_tokens=options.max_new_tokens))
     counters = {m.name: m for m in model.get_metrics() if "spec_decode" in m.name}
     drafts = counters["vllm:spec_decode_num_drafts"].value
     accepted = counters["vllm:spec_decode_num_accepted_tokens"].value
     per_position = [value / drafts for value in counters["vllm:spec_decode_num_accepted_tokens_per_pos"].values]
-    print(json.dumps({"rounds": drafts, "acceptance_length": 1 + accepted / drafts, "acceptance_per_position": per_position}))
+    print(
+        json.dumps(
+            {"rounds": drafts, "acceptance_length": 1 + accepted / drafts, "acceptance_per_position": per_position}
+        )
+    )
     n, limit = options.num_speculative_tokens, options.max_new_tokens
     kept = [count for output in outputs for count in complete_rounds(output.outputs[0], n, limit)]
     survival = [sum(count > j for count in kept) / len(kept) for j in range(n)]
-    print(json.dumps({"complete rounds": len(kept), "acceptance_length": 1 + sum(survival), "acceptance_per_position": survival}))
+    print(
+        json.dumps(
+            {"complete rounds": len(kept), "acceptance_length": 1 + sum(survival), "acceptance_per_position": survival}
+        )
+    )
 
 
 def complete_rounds(answer: Any, n: int, limit: int) -> list[int]:
-    """Accepted counts of an answer's rounds, without a last one that the limit cut while all drafts so far had been accepted."""
+    """Accepted counts of an answer's rounds, without a last one that the limit cut while all drafts so far had been
+    accepted.
+    """
     counts, generated = [], 1  # the prefill emits the first token
     for accepted in answer.spec_decode_metrics.per_step_accepted:
         left = limit - generated

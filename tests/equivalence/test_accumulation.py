@@ -1,4 +1,6 @@
-"""One global batch, split over 1, 2, 4 micro-batches or over two processes: the same gradients, step by step, and the same drafter."""
+"""One global batch, split over 1, 2, 4 micro-batches or over two processes: the same gradients, step by step, and the
+same drafter.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,17 @@ from typing import Any
 
 import pytest
 import torch
-from drafter_tools import MemoryStore, Options, gradients, make_trainer, packed, random_document, random_drafter, tensors_of, trainer_config
+from drafter_tools import (
+    MemoryStore,
+    Options,
+    gradients,
+    make_trainer,
+    packed,
+    random_document,
+    random_drafter,
+    tensors_of,
+    trainer_config,
+)
 from safetensors.torch import load_file
 from torch import Tensor
 from two_ranks import METHODS, OPTIONS, SETTINGS, documents, fresh_drafter
@@ -27,9 +39,13 @@ def traced(trainer: Trainer) -> list[dict[str, Tensor]]:
     return trace
 
 
-def train(folder: Path, method: str = "eagle3", **options: Any) -> tuple[list[dict[str, Tensor]], dict[str, Tensor], list[dict[str, Any]]]:
+def train(
+    folder: Path, method: str = "eagle3", **options: Any
+) -> tuple[list[dict[str, Tensor]], dict[str, Tensor], list[dict[str, Any]]]:
     drafter = fresh_drafter(method)
-    trainer = make_trainer(folder, drafter, MemoryStore(documents(drafter.head)), trainer_config(**{**SETTINGS, **options}))
+    trainer = make_trainer(
+        folder, drafter, MemoryStore(documents(drafter.head)), trainer_config(**{**SETTINGS, **options})
+    )
     trace = traced(trainer)
     trainer.fit()
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -38,7 +54,9 @@ def train(folder: Path, method: str = "eagle3", **options: Any) -> tuple[list[di
 
 @pytest.mark.parametrize("clip", [1e9, 0.05], ids=["unclipped", "clipped"])
 def test_micro_batches(tmp_path: Path, clip: float) -> None:
-    whole_trace, whole, whole_lines = train(tmp_path / "1", micro_batch_size=4, gradient_accumulation=1, max_grad_norm=clip)
+    whole_trace, whole, whole_lines = train(
+        tmp_path / "1", micro_batch_size=4, gradient_accumulation=1, max_grad_norm=clip
+    )
     assert len(whole_trace) == len([line for line in whole_lines if "loss" in line]) >= 4
     for accumulation, rows in ((2, 2), (4, 1)):
         trace, weights, lines = train(
@@ -98,7 +116,13 @@ def test_two_processes_are_one(tmp_path: Path) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     script = Path(__file__).with_name("two_ranks.py")
-    common = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    common = {
+        **os.environ,
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
     common |= {"ACCELERATE_USE_CPU": "true", "PYTHONPATH": os.pathsep.join(sys.path)}
     processes = [
         subprocess.Popen(
@@ -111,7 +135,10 @@ def test_two_processes_are_one(tmp_path: Path) -> None:
         for rank in range(2)
     ]
     try:
-        alone = {method: train(tmp_path / "one" / method, method, micro_batch_size=4, gradient_accumulation=1) for method in METHODS}
+        alone = {
+            method: train(tmp_path / "one" / method, method, micro_batch_size=4, gradient_accumulation=1)
+            for method in METHODS
+        }
         outputs = [process.communicate(timeout=150)[0] for process in processes]
     finally:
         for process in processes:
@@ -123,5 +150,7 @@ def test_two_processes_are_one(tmp_path: Path) -> None:
         assert set(first) == set(one)
         assert all(torch.equal(first[name], second[name]) for name in first)
         torch.testing.assert_close(first, one, rtol=1e-5, atol=1e-7)
-        assert_same_metrics([json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()], one_lines)
+        assert_same_metrics(
+            [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()], one_lines
+        )
         assert load_file(folder / "ranks.safetensors")["passes_without_rows"].item() > 0

@@ -1,4 +1,5 @@
-"""A block drafter's own cache drafts what the reference implementation drafts without one, however the cache was filled, and drafting leaves no trace in it.
+"""A block drafter's own cache drafts what the reference implementation drafts without one, however the cache was
+filled, and drafting leaves no trace in it.
 
 Fresh heads change nothing, what comes after the anchor changes nothing, and a shorter draft is a shorter block.
 """
@@ -10,7 +11,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from block_tools import BLOCK_VARIANTS, DFLASH2, DSPARK, MASK_TOKEN, BlockOptions, block_reference_of, random_block_drafter
+from block_tools import (
+    BLOCK_VARIANTS,
+    DFLASH2,
+    DSPARK,
+    MASK_TOKEN,
+    BlockOptions,
+    block_reference_of,
+    random_block_drafter,
+)
 from drafter_tools import HIDDEN, VOCAB, random_head
 from torch import Tensor
 
@@ -31,7 +40,10 @@ class Texts:
     def __init__(self, options: BlockOptions, lengths: Sequence[int], seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.ids = [torch.randint(0, VOCAB, (length,), generator=generator) for length in lengths]
-        self.taps = [torch.randn(length, len(options.taps), HIDDEN, generator=generator, dtype=torch.float64) for length in lengths]
+        self.taps = [
+            torch.randn(length, len(options.taps), HIDDEN, generator=generator, dtype=torch.float64)
+            for length in lengths
+        ]
         for taps in self.taps:
             taps[0] *= 1000  # an attention sink
 
@@ -50,8 +62,12 @@ class Texts:
         return torch.stack([ids[-1] for ids in self.ids])
 
 
-def filled(drafter: BlockDrafter, texts: Texts, pieces: Sequence[Sequence[int]] | None = None, disturb: bool = False) -> object:
-    """A cache filled in several calls: ``pieces[i][b]`` tokens of row b in call i; each row gets all tokens but its anchor."""
+def filled(
+    drafter: BlockDrafter, texts: Texts, pieces: Sequence[Sequence[int]] | None = None, disturb: bool = False
+) -> object:
+    """A cache filled in several calls: ``pieces[i][b]`` tokens of row b in call i; each row gets all tokens but its
+    anchor.
+    """
     cache = drafter.new_cache(len(texts.ids))
     first = [0] * len(texts.ids)
     for counts in pieces or [[len(ids) - 1 for ids in texts.ids]]:
@@ -63,7 +79,9 @@ def filled(drafter: BlockDrafter, texts: Texts, pieces: Sequence[Sequence[int]] 
     return cache
 
 
-def draw(drafter: BlockDrafter, cache: object, anchors: Tensor, n: int | None = None, sampling: SamplingParams = SAMPLED) -> Proposal:
+def draw(
+    drafter: BlockDrafter, cache: object, anchors: Tensor, n: int | None = None, sampling: SamplingParams = SAMPLED
+) -> Proposal:
     generators = None if sampling.greedy else [torch.Generator().manual_seed(50 + b) for b in range(len(anchors))]
     return drafter.propose(cache, anchors, n or most(drafter), sampling, generators)
 
@@ -95,12 +113,16 @@ def test_greedy_drafts_of_every_length_are_the_reference(options: BlockOptions) 
         proposal = draw(drafter, filled(drafter, texts), texts.anchors, n, GREEDY)
         assert proposal.log_probs is None
         with torch.no_grad():
-            expected = [reference.draft(ids.tolist(), taps, n).tokens for ids, taps in zip(texts.ids, texts.taps, strict=True)]
+            expected = [
+                reference.draft(ids.tolist(), taps, n).tokens for ids, taps in zip(texts.ids, texts.taps, strict=True)
+            ]
         assert proposal.ids.tolist() == expected
 
 
 def test_length_of_a_block_matters_where_slots_see_each_other() -> None:
-    """So a simulation for n drafts must score blocks of n drafts. Under causal attention a shorter block is the beginning of a longer one."""
+    """So a simulation for n drafts must score blocks of n drafts. Under causal attention a shorter block is the
+    beginning of a longer one.
+    """
     for options, same in ((BlockOptions(), False), (BlockOptions(window=20, causal=True), True), (DSPARK, False)):
         drafter, texts = random_block_drafter(options), Texts(options, [9])
         whole = draw(drafter, filled(drafter, texts), texts.anchors)
@@ -133,7 +155,9 @@ def test_select_keeps_each_row(options: BlockOptions) -> None:
 
 @pytest.mark.parametrize("options", BLOCK_VARIANTS, ids=lambda options: options.name)
 def test_nothing_behind_the_anchor_leaks(options: BlockOptions) -> None:
-    """The anchor's own taps and all later tokens may be anything: distributions are equal to the bit. The token before it matters."""
+    """The anchor's own taps and all later tokens may be anything: distributions are equal to the bit. The token before
+    it matters.
+    """
     drafter, texts = random_block_drafter(options), Texts(options, [9])
     sampling = draw(drafter, filled(drafter, texts), texts.anchors).log_probs
     other = Texts(options, [9])
@@ -141,7 +165,10 @@ def test_nothing_behind_the_anchor_leaks(options: BlockOptions) -> None:
     cache = filled(drafter, other)
     # What a rejected draft leaves in the buffers: more columns were written than count.
     scratch = drafter.new_cache(1)
-    ids, taps = torch.zeros(1, 20, dtype=torch.long), torch.full((1, 20, len(options.taps), HIDDEN), 5.0, dtype=torch.float64)
+    ids, taps = (
+        torch.zeros(1, 20, dtype=torch.long),
+        torch.full((1, 20, len(options.taps), HIDDEN), 5.0, dtype=torch.float64),
+    )
     taps[0, :8] = texts.taps[0][:8]
     drafter.observe(scratch, ids, taps, torch.tensor([8]))
     for found in (cache, scratch):
@@ -163,12 +190,16 @@ def test_neutral_heads_are_dflash() -> None:
             drafter.body.markov_head.markov_w2.weight.data.zero_()
             assert torch.equal(draw(drafter, filled(drafter, texts), texts.anchors).log_probs, sampling)
         else:  # candidates are sorted before they are normalised, so sums may differ in the last bit
-            torch.testing.assert_close(draw(drafter, filled(drafter, texts), texts.anchors).log_probs, sampling, rtol=1e-13, atol=1e-13)
+            torch.testing.assert_close(
+                draw(drafter, filled(drafter, texts), texts.anchors).log_probs, sampling, rtol=1e-13, atol=1e-13
+            )
 
 
 @pytest.mark.parametrize("options", [BlockOptions(reduced=True), DSPARK, DFLASH2], ids=lambda o: o.method)
 def test_reported_distribution_is_the_distribution_that_is_drawn_from(options: BlockOptions) -> None:
-    """Relative frequencies of first and second drafts over many streams are the reported distributions, under temperature and truncation too."""
+    """Relative frequencies of first and second drafts over many streams are the reported distributions, under
+    temperature and truncation too.
+    """
     drafter, texts = random_block_drafter(options), Texts(options, [6])
     sampling = SamplingParams(temperature=1.3, top_k=4)
     cache = drafter.select(filled(drafter, texts), torch.zeros(4000, dtype=torch.long))

@@ -1,4 +1,6 @@
-"""Losses of block drafters against a loop over (document, anchor, draft) in float64: sums, counts, and every parameter's gradient."""
+"""Losses of block drafters against a loop over (document, anchor, draft) in float64: sums, counts, and every
+parameter's gradient.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,20 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from block_tools import BLOCK_VARIANTS, DFLASH2, DSPARK, BlockOptions, block_tensors, block_reference_of, random_block_drafter
 from block_reference import BlockDraft, BlockTwin
+from block_tools import (
+    BLOCK_VARIANTS,
+    DFLASH2,
+    DSPARK,
+    BlockOptions,
+    block_reference_of,
+    block_tensors,
+    random_block_drafter,
+)
 from drafter_tools import MASKS, VOCAB, as_reference_document, gradients, packed, random_document
+from reference import TwinDocument, loss_terms
 from test_block_training import KINDS, ahead, texts
 from torch import Tensor
-from reference import TwinDocument, loss_terms
 
 from spectrain.config.drafter_schema import BlockConfig, LossConfig
 from spectrain.data.hidden_states import TargetStates
@@ -42,7 +52,9 @@ class Sums:
 
 
 def brute_force(reference: BlockTwin, documents: list[TwinDocument], n: int, options: BlockOptions) -> Sums:
-    """Σ over documents, anchors and drafts of weight · Σ_terms coefficient · term, with autograd through the naive formulas."""
+    """Σ over documents, anchors and drafts of weight · Σ_terms coefficient · term, with autograd through the naive
+    formulas.
+    """
     weights, block = options.loss.weights, options.options
     names = [*weights, *(["confidence"] if options.confidence else [])]
     total = Sums(torch.zeros((), dtype=torch.float64), 0.0, {name: [0.0] * n for name in names}, [0] * n, [0] * n)
@@ -70,7 +82,10 @@ def one_block(
     draft = reference.draft(document.ids[: a + 1], document.taps_SAH, n, drafts=forced)
     overlaps = [torch.minimum(draft.log_probs[k].exp(), distributions[a + k]).sum() for k in range(counted)]
     for k in range(counted):
-        token, sampling = document.ids[a + 1 + k], distributions[a + k]  # draft k predicts x_{a+1+k}, as the target does at position a + k
+        token, sampling = (
+            document.ids[a + 1 + k],
+            distributions[a + k],
+        )  # draft k predicts x_{a+1+k}, as the target does at position a + k
         weight = math.exp(-k / block.decay)
         if block.d_pace:
             smooth = [(1 - block.d_pace_smoothing) * float(o.detach()) + block.d_pace_smoothing for o in overlaps]
@@ -91,13 +106,19 @@ def one_block(
                     total.loss = total.loss + weight * coefficient * term
                     total.terms[name][k] += float(term.detach()) if place == 0 else 0.0
         if draft.confidence:
-            entropy = cross_entropy(reference, draft, document, a, k, float(overlaps[k].detach()), block.confidence_detach)
+            entropy = cross_entropy(
+                reference, draft, document, a, k, float(overlaps[k].detach()), block.confidence_detach
+            )
             total.loss = total.loss + weight * block.confidence_weight * entropy
             total.terms["confidence"][k] += float(entropy.detach())
 
 
-def cross_entropy(reference: BlockTwin, draft: BlockDraft, document: TwinDocument, a: int, k: int, goal: float, detach: bool) -> Tensor:
-    """Of the confidence against the acceptance probability; detached: only the confidence head's own tensors have a gradient."""
+def cross_entropy(
+    reference: BlockTwin, draft: BlockDraft, document: TwinDocument, a: int, k: int, goal: float, detach: bool
+) -> Tensor:
+    """Of the confidence against the acceptance probability; detached: only the confidence head's own tensors have a
+    gradient.
+    """
     if not detach:
         said = draft.confidence[k]
     else:
@@ -130,7 +151,9 @@ def assert_equals_brute_force(options: BlockOptions, masks: Sequence[str] = MASK
     for name, leaf in reference.tensors.items():
         assert leaf.grad is not None, name
         assert leaf.grad.abs().max() > 1e-5, f"{name}: the test would see nothing"
-        torch.testing.assert_close(found[name], leaf.grad, rtol=1e-7, atol=1e-9, msg=lambda message, name=name: f"{name}: {message}")
+        torch.testing.assert_close(
+            found[name], leaf.grad, rtol=1e-7, atol=1e-9, msg=lambda message, name=name: f"{name}: {message}"
+        )
 
 
 @pytest.mark.parametrize("options", BLOCK_VARIANTS, ids=lambda options: options.name)
@@ -138,7 +161,9 @@ def test_every_variant_with_the_losses_together(options: BlockOptions) -> None:
     assert_equals_brute_force(with_loss(options, EVERY_LOSS, decay=3.0))
 
 
-@pytest.mark.parametrize("weights", [{"ce": 1.0}, {"kl": 1.0}, {"tv": 1.0}, {"lk": 1.0}, {"ce": 0.1, "tv": 0.9}], ids="+".join)
+@pytest.mark.parametrize(
+    "weights", [{"ce": 1.0}, {"kl": 1.0}, {"tv": 1.0}, {"lk": 1.0}, {"ce": 0.1, "tv": 0.9}], ids="+".join
+)
 @pytest.mark.parametrize("options", [BlockOptions(reduced=True), DFLASH2], ids=lambda options: options.name)
 def test_every_loss_alone(options: BlockOptions, weights: dict[str, float]) -> None:
     assert_equals_brute_force(with_loss(options, weights), masks=("0011111", "0000", "110111"))
@@ -173,7 +198,9 @@ def test_confidence_loss_is_least_where_the_head_says_the_chance_of_acceptance()
 @pytest.mark.parametrize("smoothing", [0.0, 0.3])
 @pytest.mark.parametrize("options", KINDS, ids=lambda options: options.name)
 def test_d_pace_weighs_slots_by_what_they_add_to_the_expected_length(options: BlockOptions, smoothing: float) -> None:
-    assert_equals_brute_force(with_loss(options, EVERY_LOSS, d_pace=True, d_pace_smoothing=smoothing), masks=("0011111", "0111011111"))
+    assert_equals_brute_force(
+        with_loss(options, EVERY_LOSS, d_pace=True, d_pace_smoothing=smoothing), masks=("0011111", "0111011111")
+    )
 
 
 def test_d_pace_keeps_a_slot_that_is_never_reached() -> None:
@@ -187,7 +214,11 @@ def test_d_pace_keeps_a_slot_that_is_never_reached() -> None:
 def test_chunks_and_attention_paths_change_nothing(options: BlockOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     row = 4 * VOCAB
-    for chunk, tile, candidate, attention in ((1 << 25, 1 << 20, 1 << 25, "eager"), (1, 1, 1, "eager"), (7 * row, 3 * row, 900, "sdpa")):
+    for chunk, tile, candidate, attention in (
+        (1 << 25, 1 << 20, 1 << 25, "eager"),
+        (1, 1, 1, "eager"),
+        (7 * row, 3 * row, 900, "sdpa"),
+    ):
         monkeypatch.setattr(losses, "CHUNK_BYTES", chunk)
         monkeypatch.setattr(losses, "_TILE_BYTES", tile)
         monkeypatch.setattr(training, "_CANDIDATE_BYTES", candidate)
@@ -209,7 +240,9 @@ def test_chunks_and_attention_paths_change_nothing(options: BlockOptions, monkey
 
 @pytest.mark.parametrize("options", BLOCK_VARIANTS, ids=lambda options: options.name)
 @pytest.mark.parametrize("masks", [["0000", "000", "01"], ["0"]])
-def test_a_batch_in_which_nothing_counts_still_has_a_gradient_for_everything(options: BlockOptions, masks: list[str]) -> None:
+def test_a_batch_in_which_nothing_counts_still_has_a_gradient_for_everything(
+    options: BlockOptions, masks: list[str]
+) -> None:
     """Ranks with text wait for those without."""
     drafter = random_block_drafter(options)
     sums = drafter.train_losses(packed(texts(options, drafter, masks)))
@@ -225,7 +258,11 @@ def test_a_batch_in_which_nothing_counts_still_has_a_gradient_for_everything(opt
 def test_context_before_the_last_anchor_trains_and_nothing_behind_it_does() -> None:
     options = BlockOptions()
     drafter = random_block_drafter(options)
-    documents = [random_document("000111100", 3, seed=4), random_document("0000", 3, seed=5), random_document("011", 3, seed=6)]
+    documents = [
+        random_document("000111100", 3, seed=4),
+        random_document("0000", 3, seed=5),
+        random_document("011", 3, seed=6),
+    ]
     batch = packed(documents)
     batch.taps_TAH.requires_grad_()
     drafter.train_losses(batch).loss.backward()
@@ -241,7 +278,9 @@ def drawn_sums(drafter: BlockDrafter, documents: list[TargetStates], numbers: Se
 
 @pytest.mark.parametrize("options", KINDS, ids=lambda options: options.name)
 def test_each_document_counts_by_itself(options: BlockOptions) -> None:
-    """A batch's sums and gradients are the sums of its documents', drawn anchors included, so micro-batches and ranks may be added up."""
+    """A batch's sums and gradients are the sums of its documents', drawn anchors included, so micro-batches and ranks
+    may be added up.
+    """
     options = with_loss(options, EVERY_LOSS, anchors=8)
     drafter = random_block_drafter(options)
     documents = texts(options, drafter)

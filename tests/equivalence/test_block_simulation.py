@@ -1,8 +1,8 @@
 """Block drafters in the real loop: the output is the target's, and what ``fit`` shows is what the loop does.
 
-At temperature 0 the same rounds, one by one, for every number of drafts (a shorter draft is a shorter block, and drafts other tokens where
-slots see each other); at temperature 1 the distributions, token by token. A random float64 target with a vocabulary of 20, and drafters that have
-learned a little of it.
+At temperature 0 the same rounds, one by one, for every number of drafts (a shorter draft is a shorter block, and drafts
+other tokens where slots see each other); at temperature 1 the distributions, token by token. A random float64 target
+with a vocabulary of 20, and drafters that have learned a little of it.
 """
 
 from __future__ import annotations
@@ -37,9 +37,13 @@ KINDS = {
     "dflash": DrafterConfig("dflash", block=BlockConfig(block_size=5), draft_vocab_size=15),
     "dspark": DrafterConfig("dspark", block=BlockConfig(block_size=4, markov_rank=8)),
     "dspark, rnn, window": DrafterConfig(
-        "dspark", num_layers=2, block=BlockConfig(block_size=4, markov="rnn", markov_rank=8, sliding_window=6, sample_from_anchor=False)
+        "dspark",
+        num_layers=2,
+        block=BlockConfig(block_size=4, markov="rnn", markov_rank=8, sliding_window=6, sample_from_anchor=False),
     ),
-    "dflash2": DrafterConfig("dflash2", block=BlockConfig(block_size=5, conv_kernel_size=3, selector_rank=8, selector_top_k=6)),
+    "dflash2": DrafterConfig(
+        "dflash2", block=BlockConfig(block_size=5, conv_kernel_size=3, selector_rank=8, selector_top_k=6)
+    ),
 }
 
 
@@ -58,7 +62,9 @@ def prompts(count: int, seed: int) -> list[list[int]]:
     return [rng.integers(0, VOCAB, size=rng.integers(2, 7)).tolist() for _ in range(count)]
 
 
-def plain(target: TargetModel, texts: list[list[int]], length: int, sampling: SamplingParams, seed: int = 0) -> list[GenerationResult]:
+def plain(
+    target: TargetModel, texts: list[list[int]], length: int, sampling: SamplingParams, seed: int = 0
+) -> list[GenerationResult]:
     return speculative_generate(target, None, texts, length, 0, sampling, eos_ids=(EOS,), seed=seed).results
 
 
@@ -77,7 +83,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> tuple[TargetModel, Path,
 
 @pytest.fixture(scope="module", params=KINDS)
 def setting(
-    request: pytest.FixtureRequest, target: tuple[TargetModel, Path, list[TargetStates]], tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    target: tuple[TargetModel, Path, list[TargetStates]],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Setting:
     model, folder, documents = target
     config = replace(KINDS[request.param], taps=TAPS, loss=LossConfig(weights={"kl": 1.0}))
@@ -86,14 +94,21 @@ def setting(
     drafter = build_drafter(config, model.spec, vocab, head, folder, mask_token_id=MASK).double()
     drafter.attach(head)
     store = MemoryStore([as_dtype(d, torch.float64) for d in documents])
-    fit(tmp_path_factory.mktemp("fit"), drafter, store, trainer_config(packed_length=400, max_steps=60, epochs=60, learning_rate=3e-3))
+    fit(
+        tmp_path_factory.mktemp("fit"),
+        drafter,
+        store,
+        trainer_config(packed_length=400, max_steps=60, epochs=60, learning_rate=3e-3),
+    )
     assert isinstance(drafter, BlockDrafter)
     drafter.eval()
     return Setting(model, drafter)
 
 
 def simulated(setting: Setting, documents: list[TargetStates], decoding: DecodingConfig) -> SimulatedAcceptance:
-    return simulate_heldout(setting.drafter, MemoryStore(documents), range(len(documents)), decoding, (EOS,), packed_length=200)
+    return simulate_heldout(
+        setting.drafter, MemoryStore(documents), range(len(documents)), decoding, (EOS,), packed_length=200
+    )
 
 
 def counted(rounds: list) -> list[list[tuple[int, int, bool]]]:
@@ -104,7 +119,9 @@ def test_greedy_rounds_are_the_loops_one_by_one(setting: Setting) -> None:
     texts = prompts(24, seed=2)
     expected = [r.ids for r in plain(setting.target, texts, 26, GREEDY)]
     for n in (1, setting.most - 1, setting.most):
-        results = speculative_generate(setting.target, setting.drafter, texts, 26, n, GREEDY, eos_ids=(EOS,), batch_size=16).results
+        results = speculative_generate(
+            setting.target, setting.drafter, texts, 26, n, GREEDY, eos_ids=(EOS,), batch_size=16
+        ).results
         assert [r.ids for r in results] == expected
         found = simulated(setting, captured(setting.target, texts, results), DecodingConfig(num_speculative_tokens=n))
         assert counted(found.rounds) == counted([r.rounds for r in results])
@@ -118,18 +135,29 @@ def test_the_figure_for_every_length_is_that_of_its_own_blocks(setting: Setting)
     documents = captured(setting.target, texts, plain(setting.target, texts, 20, GREEDY))
     numbers = range(len(documents))
     every = simulate_heldout(
-        setting.drafter, MemoryStore(documents), numbers, DecodingConfig(num_speculative_tokens=2), (EOS,), 200, most_tokens=setting.most
+        setting.drafter,
+        MemoryStore(documents),
+        numbers,
+        DecodingConfig(num_speculative_tokens=2),
+        (EOS,),
+        200,
+        most_tokens=setting.most,
     ).length_by_n
     assert len(every) == setting.most
     for n in range(1, setting.most + 1):
         decoding = DecodingConfig(num_speculative_tokens=n)
-        alone = simulate_heldout(setting.drafter, MemoryStore(documents), numbers, decoding, (EOS,), 200, most_tokens=n).length_by_n
+        alone = simulate_heldout(
+            setting.drafter, MemoryStore(documents), numbers, decoding, (EOS,), 200, most_tokens=n
+        ).length_by_n
         assert alone[n - 1] == pytest.approx(every[n - 1], rel=1e-9)
 
 
 @pytest.mark.parametrize("sampling", [HOT, SamplingParams(temperature=0.7, top_k=6)], ids=["1", "0.7 top-k"])
-def test_a_slot_stands_with_one_minus_the_distance_of_the_distributions(setting: Setting, sampling: SamplingParams) -> None:
-    """Σ_x q(x)·P(stands | x) over every continuation x = 1 − TV(p, q) (Leviathan et al. 2023, theorem 3.5), p from the real cache.
+def test_a_slot_stands_with_one_minus_the_distance_of_the_distributions(
+    setting: Setting, sampling: SamplingParams
+) -> None:
+    """Σ_x q(x)·P(stands | x) over every continuation x = 1 − TV(p, q) (Leviathan et al. 2023, theorem 3.5), p from the
+    real cache.
 
     So for the first slot of a block, and for the second behind a first draft that were accepted."""
     for text in prompts(3, seed=4):
@@ -137,29 +165,47 @@ def test_a_slot_stands_with_one_minus_the_distance_of_the_distributions(setting:
         cache, observed = setting.drafter.new_cache(1), len(text) - 1
         setting.drafter.observe(cache, torch.tensor([text[:-1]]), seen.taps[None, :observed], torch.tensor([observed]))
         streams = (torch.Generator().manual_seed(seed) for seed in range(100))
-        proposals = (setting.drafter.propose(cache, torch.tensor(text[-1:]), 2, sampling, [stream]) for stream in streams)
+        proposals = (
+            setting.drafter.propose(cache, torch.tensor(text[-1:]), 2, sampling, [stream]) for stream in streams
+        )
         proposal = next(one for one in proposals if target_probs(setting, seen, sampling)[one.ids[0, 0]] > 0)
         assert proposal.log_probs is not None
         for slot in range(2):
             answers = [[text[-1], *proposal.ids[0, :slot].tolist(), x] for x in range(VOCAB)]
-            documents = [capture(setting.target, text[:-1], answer, TAPS, f"{answer[-1]:03d}", "train") for answer in answers]
-            accept_x = setting.drafter.score(pack_batch(documents), 2, sampling, sampling).accept_RK[:: slot + 1, slot]  # first anchor of each
+            documents = [
+                capture(setting.target, text[:-1], answer, TAPS, f"{answer[-1]:03d}", "train") for answer in answers
+            ]
+            accept_x = setting.drafter.score(pack_batch(documents), 2, sampling, sampling).accept_RK[
+                :: slot + 1, slot
+            ]  # first anchor of each
             p, q = proposal.log_probs[0, slot].exp(), target_probs(setting, documents[0], sampling, before_last=1)
             expected = 1 - 0.5 * float((p - q).abs().sum())
             assert 0.01 < expected < 0.99
             assert float((q * accept_x).sum()) == pytest.approx(expected, abs=1e-5)
 
 
-def target_probs(setting: Setting, document: TargetStates, sampling: SamplingParams, before_last: int = 0) -> torch.Tensor:
+def target_probs(
+    setting: Setting, document: TargetStates, sampling: SamplingParams, before_last: int = 0
+) -> torch.Tensor:
     """[V]: the target's distribution behind a document without its last tokens."""
     return truncated_log_probs(setting.target.logits(document.last_hidden[-1 - before_last]).double(), sampling).exp()
 
 
 def test_sampled_drafts_keep_the_targets_distribution(setting: Setting) -> None:
-    """χ² of the first three tokens against the target's own distribution, with drafts drawn from the drafter's distribution at temperature 1."""
+    """χ² of the first three tokens against the target's own distribution, with drafts drawn from the drafter's
+    distribution at temperature 1.
+    """
     prompt, count = [4, 9, 2], 3000
     results = speculative_generate(
-        setting.target, setting.drafter, [prompt] * count, 4, setting.most, HOT, seed=3, draft_sampling=HOT, batch_size=count
+        setting.target,
+        setting.drafter,
+        [prompt] * count,
+        4,
+        setting.most,
+        HOT,
+        seed=3,
+        draft_sampling=HOT,
+        batch_size=count,
     ).results
     first = [r.ids[0] for r in results]
     common = max(set(first), key=first.count)

@@ -1,5 +1,5 @@
-"""The training loop of block drafters, whose anchors are drawn afresh at each step: how a global batch is split, or a run interrupted,
-changes nothing."""
+"""The training loop of block drafters, whose anchors are drawn afresh at each step: how a global batch is split, or a
+run interrupted, changes nothing."""
 
 from __future__ import annotations
 
@@ -30,11 +30,16 @@ def documents() -> list[TargetStates]:
     masks = ["0" * (1 + i % 4) + "1" * (3 + (5 * i) % 8) for i in range(20)]
     splits = ["heldout" if i % 6 == 5 else "train" for i in range(20)]
     head = random_block_drafter().head
-    return [random_document(mask, 3, i, head, split=split) for i, (mask, split) in enumerate(zip(masks, splits, strict=True))]
+    return [
+        random_document(mask, 3, i, head, split=split)
+        for i, (mask, split) in enumerate(zip(masks, splits, strict=True))
+    ]
 
 
 def trainer(folder: Path, options: BlockOptions, **settings: Any) -> Trainer:
-    return make_trainer(folder, random_block_drafter(options), MemoryStore(documents()), trainer_config(DECODING, **settings))
+    return make_trainer(
+        folder, random_block_drafter(options), MemoryStore(documents()), trainer_config(DECODING, **settings)
+    )
 
 
 @pytest.mark.parametrize("options", KINDS, ids=lambda options: options.method)
@@ -79,7 +84,12 @@ def test_killed_anywhere_and_resumed(tmp_path: Path, options: BlockOptions) -> N
     kills = 0
     for is_alive in (1, 21, 24, 22, 10_000):
         try:
-            fit(tmp_path / "killed", random_block_drafter(options, dtype=torch.float32), DyingStore(store, is_alive), settings)
+            fit(
+                tmp_path / "killed",
+                random_block_drafter(options, dtype=torch.float32),
+                DyingStore(store, is_alive),
+                settings,
+            )
         except Killed:
             kills += 1
     assert kills >= 3

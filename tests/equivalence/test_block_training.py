@@ -1,7 +1,7 @@
 """Training of block drafters: anchors, and that every block of a packed pass is the server's block at that anchor.
 
-The reference implementation recomputes one block at a time in float64 from the definitions. What training shares (context keys) and adds (packing, many blocks)
-must not show. The losses are in ``test_block_losses.py``.
+The reference implementation recomputes one block at a time in float64 from the definitions. What training shares
+(context keys) and adds (packing, many blocks) must not show. The losses are in ``test_block_losses.py``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from spectrain.drafters.block.block_drafter import BlockDrafter
 KINDS = [BlockOptions(), DSPARK, DFLASH2]
 
 
-def texts(options: BlockOptions, drafter: BlockDrafter | None = None, masks: Sequence[str] = MASKS) -> list[TargetStates]:
+def texts(
+    options: BlockOptions, drafter: BlockDrafter | None = None, masks: Sequence[str] = MASKS
+) -> list[TargetStates]:
     head = None if drafter is None else drafter.head
     return [random_document(mask, len(options.taps), i, head) for i, mask in enumerate(masks)]
 
@@ -54,7 +56,14 @@ def test_anchors_are_generated_tokens_before_generated_tokens() -> None:
     assert draw_anchors(packed(documents), per_row=1).tolist() == expected  # without a draw, nothing is left to chance
 
 
-def drawn(documents: list[TargetStates], numbers: Sequence[int], per_row: int, step: int = 0, packed_length: int = 40, seed: int = 0) -> list:
+def drawn(
+    documents: list[TargetStates],
+    numbers: Sequence[int],
+    per_row: int,
+    step: int = 0,
+    packed_length: int = 40,
+    seed: int = 0,
+) -> list:
     """Drawn anchors of each document, as positions inside it."""
     batch = pack_batch([documents[n] for n in numbers], draw=Draw(seed, step, tuple(numbers), packed_length))
     starts = split_by_document([documents[n] for n in numbers])
@@ -102,7 +111,13 @@ def blocks(drafter: BlockDrafter, batch: PackedBatch, n: int | None = None) -> d
     """Anchor -> hidden states [J, H] of its block, for all anchors."""
     anchors = all_anchors(batch)
     with torch.no_grad():
-        return dict(zip(anchors.tolist(), training.run_blocks(drafter, batch, anchors, n or drafter.shape.num_drafts), strict=True))
+        return dict(
+            zip(
+                anchors.tolist(),
+                training.run_blocks(drafter, batch, anchors, n or drafter.shape.num_drafts),
+                strict=True,
+            )
+        )
 
 
 @pytest.mark.parametrize("options", BLOCK_VARIANTS, ids=lambda options: options.name)
@@ -123,9 +138,16 @@ def test_every_block_is_the_servers_draft(options: BlockOptions) -> None:
 
 @pytest.mark.parametrize("options", BLOCK_VARIANTS, ids=lambda options: options.name)
 def test_scores_are_those_of_the_servers_draft(options: BlockOptions) -> None:
-    """min(1, p/q) of the document's own tokens, until one certainly falls, and what the confidence head says of them."""
+    """min(1, p/q) of the document's own tokens, until one certainly falls, and what the confidence head says
+    of them.
+    """
     drafter = random_block_drafter(options)
-    reference, documents, n, sampling = block_reference_of(drafter), texts(options, drafter, MASKS[:3]), drafter.shape.num_drafts, SamplingParams(temperature=1.0)
+    reference, documents, n, sampling = (
+        block_reference_of(drafter),
+        texts(options, drafter, MASKS[:3]),
+        drafter.shape.num_drafts,
+        SamplingParams(temperature=1.0),
+    )
     scores = drafter.score(packed(documents), n, sampling, sampling)
     assert (scores.confidence_RK is not None) == options.confidence
     row = 0
@@ -136,7 +158,10 @@ def test_scores_are_those_of_the_servers_draft(options: BlockOptions) -> None:
                 draft = reference.draft(ids[: a + 1], states.taps, n, drafts=(ids + [0] * n)[a + 1 : a + 1 + n])
             accept, counted = [0.0] * n, min(n, ahead(mask, a))
             for k, token in enumerate(ids[a + 1 : a + 1 + counted]):
-                accept[k] = min(1.0, float(draft.log_probs[k].exp()[token] / reference.head.sampling(states.last_hidden[a + k])[token]))
+                accept[k] = min(
+                    1.0,
+                    float(draft.log_probs[k].exp()[token] / reference.head.sampling(states.last_hidden[a + k])[token]),
+                )
                 if accept[k] == 0:
                     break
             assert scores.anchor_R[row] == start + a
@@ -163,9 +188,13 @@ def test_a_document_alone_is_the_same_document_among_others(options: BlockOption
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("options", [BlockOptions(), BlockOptions(window=4, causal=True), DFLASH2], ids=lambda options: options.name)
+@pytest.mark.parametrize(
+    "options", [BlockOptions(), BlockOptions(window=4, causal=True), DFLASH2], ids=lambda options: options.name
+)
 def test_nothing_from_the_anchor_on_leaks_into_its_block(options: BlockOptions, attention: str) -> None:
-    """A block knows its anchor's token and the taps before it. Anything else may change without changing a bit; those may not."""
+    """A block knows its anchor's token and the taps before it. Anything else may change without changing a bit; those
+    may not.
+    """
     drafter = random_block_drafter(replace(options, attention=attention))
     documents = texts(options, masks=("0011", "00011111110", "011"))
     batch, (_, start, end) = packed(documents), split_by_document(documents)
@@ -174,7 +203,9 @@ def test_nothing_from_the_anchor_on_leaks_into_its_block(options: BlockOptions, 
     kept = changed = 0
     for cut in range(start, end):  # taps at cut and tokens behind it are other ones
         ids, taps = batch.input_ids_T.clone(), batch.taps_TAH.clone()
-        ids[cut + 1 : end] = (ids[cut + 1 : end] + 1 + torch.randint(0, VOCAB - 1, ids[cut + 1 : end].shape, generator=generator)) % VOCAB
+        ids[cut + 1 : end] = (
+            ids[cut + 1 : end] + 1 + torch.randint(0, VOCAB - 1, ids[cut + 1 : end].shape, generator=generator)
+        ) % VOCAB
         taps[cut:end] = torch.randn(taps[cut:end].shape, generator=generator, dtype=taps.dtype) * 50
         after = blocks(drafter, replace(batch, input_ids_T=ids, taps_TAH=taps))
         for anchor, hidden in before.items():
@@ -192,7 +223,9 @@ def test_the_window_ends_where_it_should() -> None:
     drafter = random_block_drafter(options)
     batch = packed([random_document("000000111111", 3, 0)])
     batch.taps_TAH.requires_grad_()
-    hidden_JH = training.run_blocks(drafter, batch, torch.tensor([8]), drafter.shape.num_drafts)[0]  # drafting slots at positions 9 … 12
+    hidden_JH = training.run_blocks(drafter, batch, torch.tensor([8]), drafter.shape.num_drafts)[
+        0
+    ]  # drafting slots at positions 9 … 12
     for hidden_H, seen in zip(hidden_JH, ([6, 7], [7], [], []), strict=True):
         (gradient,) = torch.autograd.grad(hidden_H.sum(), batch.taps_TAH, retain_graph=True)
         assert gradient.abs().amax(dim=(1, 2)).nonzero()[:, 0].tolist() == seen
@@ -237,7 +270,9 @@ def test_blocks_without_any_context_train(options: BlockOptions) -> None:
     results = []
     for attention in ("eager", "sdpa"):
         drafter = random_block_drafter(replace(options, attention=attention))
-        sums = drafter.train_losses(packed([random_document(mask, 3, i, drafter.head) for i, mask in enumerate(("11", "0110", "0"))]))
+        sums = drafter.train_losses(
+            packed([random_document(mask, 3, i, drafter.head) for i, mask in enumerate(("11", "0110", "0"))])
+        )
         sums.loss.backward()
         results.append((sums.loss.detach(), gradients(drafter)))
     assert int(sums.count_K[0]) == 2
@@ -245,7 +280,9 @@ def test_blocks_without_any_context_train(options: BlockOptions) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("options", [BlockOptions(), BlockOptions(window=4, causal=True)], ids=lambda options: options.name)
+@pytest.mark.parametrize(
+    "options", [BlockOptions(), BlockOptions(window=4, causal=True)], ids=lambda options: options.name
+)
 def test_flex_trains_as_eager_does(options: BlockOptions) -> None:
     results = []
     for attention in ("eager", "flex"):

@@ -1,4 +1,6 @@
-"""Drafting by confidence leaves the distribution of the output alone, and what would not leave it alone is seen to fail the same test."""
+"""Drafting by confidence leaves the distribution of the output alone, and what would not leave it alone is seen to fail
+the same test.
+"""
 
 import itertools
 from collections import Counter
@@ -32,14 +34,20 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def target(folder):
-    return float64_target("llama", folder, vocab_size=VOCAB, num_hidden_layers=1, bos_token_id=0, eos_token_id=EOS, pad_token_id=0)
+    return float64_target(
+        "llama", folder, vocab_size=VOCAB, num_hidden_layers=1, bos_token_id=0, eos_token_id=EOS, pad_token_id=0
+    )
 
 
 class ConfidentProposer(BigramProposer):
-    """States a confidence that depends on the token before the drafted one; with ``peeks``, on the drafted one itself."""
+    """States a confidence that depends on the token before the drafted one; with ``peeks``, on the drafted one
+    itself.
+    """
 
     def __init__(self, peeks: bool = False) -> None:
-        super().__init__(1.5 * torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(4), dtype=torch.float64))
+        super().__init__(
+            1.5 * torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+        )
         self.peeks = peeks
 
     def propose(self, cache, anchor_B, n, sampling, generators=None):
@@ -50,7 +58,9 @@ class ConfidentProposer(BigramProposer):
 
 @dataclass(frozen=True)
 class LooksAhead:
-    """The prefix with the most tokens per second wherever it is: the scheduler without its early stop. Each row by itself."""
+    """The prefix with the most tokens per second wherever it is: the scheduler without its early stop. Each row by
+    itself.
+    """
 
     steps_per_s: tuple[float, ...]
 
@@ -68,7 +78,10 @@ class RowByRow:
 
     def lengths(self, confidence_Bn, drafted_B):
         survival_Bn = survival(confidence_Bn).numpy()
-        return [schedule(row[None], [n], lambda t: self.steps_per_s[t - 1])[0] for row, n in zip(survival_Bn, drafted_B, strict=True)]
+        return [
+            schedule(row[None], [n], lambda t: self.steps_per_s[t - 1])[0]
+            for row, n in zip(survival_Bn, drafted_B, strict=True)
+        ]
 
 
 POLICIES = {
@@ -81,12 +94,24 @@ POLICIES = {
 
 def p_value(target, proposer, policy, batch_size, draft_sampling):
     generation = speculative_generate(
-        target, proposer, [PROMPT] * SAMPLES, LENGTH, N, LAW, (EOS,), seed=1, draft_sampling=draft_sampling, policy=policy, batch_size=batch_size
+        target,
+        proposer,
+        [PROMPT] * SAMPLES,
+        LENGTH,
+        N,
+        LAW,
+        (EOS,),
+        seed=1,
+        draft_sampling=draft_sampling,
+        policy=policy,
+        batch_size=batch_size,
     )
     rounds = [round_ for result in generation.results for round_ in result.rounds]
     used = Counter(round_.drafted for round_ in rounds)
     assert len(used) > 1, used  # a policy that never decides anything proves nothing
-    return goodness_of_fit(Counter(tuple(r.ids) for r in generation.results), answer_probabilities(target, LAW, LENGTH), SAMPLES)
+    return goodness_of_fit(
+        Counter(tuple(r.ids) for r in generation.results), answer_probabilities(target, LAW, LENGTH), SAMPLES
+    )
 
 
 @pytest.mark.parametrize("draft_sampling", [LAW, GREEDY], ids=["drawn", "argmax"])
@@ -98,7 +123,9 @@ def test_distribution_of_answers_is_the_targets(target, name, draft_sampling):
 
 @pytest.fixture(scope="module", params=["vanilla", "rnn"])
 def dspark(request, target, folder):
-    """A DSpark drafter with weights large enough that its distributions and its confidences differ from place to place."""
+    """A DSpark drafter with weights large enough that its distributions and its confidences differ from place
+    to place.
+    """
     block = BlockConfig(block_size=N, markov=request.param, markov_rank=4, mask_token_id=0)
     config = DrafterConfig("dspark", taps=(0, 1), block=block, init="random")
     head = TargetHead.from_checkpoint(folder, dtype=torch.float64)
@@ -120,17 +147,22 @@ def test_a_confidence_that_knows_the_draft_would_change_the_distribution(target)
 
 
 def test_looking_past_the_first_fall_would_change_the_distribution(target):
-    # With one draft a round is slower than with none; with two it is faster than with none if the second is likely of being accepted.
+    # With one draft a round is slower than with none; with two it is faster than with none if the second is likely of
+    # being accepted.
     assert p_value(target, ConfidentProposer(), LooksAhead((1.0, 0.4, 0.55)), None, LAW) < 1e-6
 
 
 @pytest.mark.parametrize(
-    "policy", [ThresholdPolicy(0.5), SchedulerPolicy(StepCost(((1, 1.0), (4, 1.2), (20, 4.0))))], ids=["threshold", "scheduler"]
+    "policy",
+    [ThresholdPolicy(0.5), SchedulerPolicy(StepCost(((1, 1.0), (4, 1.2), (20, 4.0))))],
+    ids=["threshold", "scheduler"],
 )
 def test_greedy_answers_are_plain_greedy_answers(target, policy):
     prompts = [list(prompt) for prompt in itertools.islice(itertools.product(range(VOCAB), repeat=3), 7, 60, 5)]
     plain = speculative_generate(target, None, prompts, 12, 0, GREEDY, (EOS,))
-    drafted = speculative_generate(target, ConfidentProposer(), prompts, 12, 4, GREEDY, (EOS,), policy=policy, batch_size=4)
+    drafted = speculative_generate(
+        target, ConfidentProposer(), prompts, 12, 4, GREEDY, (EOS,), policy=policy, batch_size=4
+    )
     assert [r.ids for r in drafted.results] == [r.ids for r in plain.results]
     lengths = Counter(round_.drafted for result in drafted.results for round_ in result.rounds)
     assert len(lengths) > 1
@@ -138,7 +170,9 @@ def test_greedy_answers_are_plain_greedy_answers(target, policy):
 
 def test_rounds_carry_the_confidence_of_what_was_verified(target):
     """The threshold can be checked after the fact, from the text and the rounds alone."""
-    result = speculative_generate(target, ConfidentProposer(), [PROMPT], 40, 4, GREEDY, policy=ThresholdPolicy(0.4)).results[0]
+    result = speculative_generate(
+        target, ConfidentProposer(), [PROMPT], 40, 4, GREEDY, policy=ThresholdPolicy(0.4)
+    ).results[0]
     text = PROMPT + result.ids
     for round_ in result.rounds:
         before = [text[round_.anchor], *round_.drafts]
@@ -151,4 +185,6 @@ def test_rounds_carry_the_confidence_of_what_was_verified(target):
 
 def test_a_proposer_without_confidence_is_refused(target):
     with pytest.raises(ValueError, match="confidence"):
-        speculative_generate(target, BigramProposer(torch.zeros(VOCAB, VOCAB)), [PROMPT], 4, 2, GREEDY, policy=ThresholdPolicy(0.5))
+        speculative_generate(
+            target, BigramProposer(torch.zeros(VOCAB, VOCAB)), [PROMPT], 4, 2, GREEDY, policy=ThresholdPolicy(0.5)
+        )

@@ -1,4 +1,6 @@
-"""Our own cache drafts what the reference implementation drafts without one, however the cache was filled, and drafting leaves no trace in it."""
+"""Our own cache drafts what the reference implementation drafts without one, however the cache was filled, and drafting
+leaves no trace in it.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,17 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from drafter_tools import HIDDEN, VARIANTS, VOCAB, Options, packed, random_document, random_drafter, students, reference_of
+from drafter_tools import (
+    HIDDEN,
+    VARIANTS,
+    VOCAB,
+    Options,
+    packed,
+    random_document,
+    random_drafter,
+    reference_of,
+    students,
+)
 from torch import Tensor
 
 from spectrain.decoding.proposers import Proposal
@@ -23,7 +35,10 @@ class Texts:
     def __init__(self, options: Options, lengths: Sequence[int], seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.ids = [torch.randint(0, VOCAB, (length,), generator=generator) for length in lengths]
-        self.taps = [torch.randn(length, len(options.taps), HIDDEN, generator=generator, dtype=torch.float64) for length in lengths]
+        self.taps = [
+            torch.randn(length, len(options.taps), HIDDEN, generator=generator, dtype=torch.float64)
+            for length in lengths
+        ]
 
     def observe(self, drafter: Eagle3, cache: object, first: Sequence[int], counts: Sequence[int]) -> None:
         """Show row b the tokens first[b] … first[b] + counts[b] − 1, padded with rubbish to the longest row."""
@@ -45,11 +60,15 @@ class Texts:
 
 
 def draw(drafter: Eagle3, cache: object, anchors: Tensor, n: int = N, sampling: SamplingParams = SAMPLED) -> Proposal:
-    return drafter.propose(cache, anchors, n, sampling, [torch.Generator().manual_seed(50 + b) for b in range(len(anchors))])
+    return drafter.propose(
+        cache, anchors, n, sampling, [torch.Generator().manual_seed(50 + b) for b in range(len(anchors))]
+    )
 
 
 def filled(drafter: Eagle3, texts: Texts, pieces: Sequence[Sequence[int]]) -> object:
-    """A cache filled in several calls: ``pieces[i][b]`` tokens of row b in call i; each row gets all tokens but its anchor."""
+    """A cache filled in several calls: ``pieces[i][b]`` tokens of row b in call i; each row gets all tokens but its
+    anchor.
+    """
     cache = drafter.new_cache(len(texts.ids))
     first = [0] * len(texts.ids)
     for counts in pieces:
@@ -84,10 +103,14 @@ def test_greedy_drafts_are_the_reference(options: Options) -> None:
     proposal = drafter.propose(filled(drafter, texts, [[6, 9]]), texts.anchors, 6, GREEDY)  # deeper than it was trained
     assert proposal.log_probs is None
     with torch.no_grad():
-        assert proposal.ids.tolist() == [reference.chain(ids.tolist(), taps, 6).tokens for ids, taps in zip(texts.ids, texts.taps, strict=True)]
+        assert proposal.ids.tolist() == [
+            reference.chain(ids.tolist(), taps, 6).tokens for ids, taps in zip(texts.ids, texts.taps, strict=True)
+        ]
 
 
-@pytest.mark.parametrize("options", [Options(), Options(num_layers=2, layer_type="qwen3", norm_output=True)], ids=lambda o: o.name)
+@pytest.mark.parametrize(
+    "options", [Options(), Options(num_layers=2, layer_type="qwen3", norm_output=True)], ids=lambda o: o.name
+)
 def test_filling_in_pieces_is_filling_at_once(options: Options) -> None:
     """Rows advance by different counts, with drafts between the pieces; the buffers grow on the way (70 tokens)."""
     drafter, texts = random_drafter(options), Texts(options, [70, 9, 41])
@@ -149,7 +172,9 @@ def test_selected_rows_go_on_as_before(rows: list[int]) -> None:
 
 @pytest.mark.parametrize("options", [VARIANTS[1], VARIANTS[6]], ids=lambda options: options.name)
 def test_training_and_decoding_agree_without_the_reference(options: Options) -> None:
-    """Teacher-forced unroll = drafting from the cache, when the draft happens to be the text (identity 5 within the package)."""
+    """Teacher-forced unroll = drafting from the cache, when the draft happens to be the text (identity 5 within the
+    package).
+    """
     drafter = random_drafter(options)
     states = random_document("000111111", len(options.taps), seed=2)
     found = students(drafter, packed([states]))
@@ -160,7 +185,9 @@ def test_training_and_decoding_agree_without_the_reference(options: Options) -> 
         proposal = draw(drafter, cache, ids[t + 1][None], n=1)
         logits = found[t, 0] @ drafter.lm_head_DH.T
         kept = drafter.vocab.ids_D
-        torch.testing.assert_close(proposal.log_probs[0, 0, kept], torch.log_softmax(logits, -1).detach(), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(
+            proposal.log_probs[0, 0, kept], torch.log_softmax(logits, -1).detach(), rtol=1e-9, atol=1e-9
+        )
 
 
 def test_a_truncated_distribution_is_what_drafts_are_drawn_from() -> None:

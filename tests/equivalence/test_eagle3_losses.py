@@ -1,4 +1,6 @@
-"""``train_losses`` against a double loop over (document, column, step) in float64: sums, counts, and the gradient of every parameter."""
+"""``train_losses`` against a double loop over (document, column, step) in float64: sums, counts, and the gradient of
+every parameter.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ from drafter_tools import (
     random_document,
     random_documents,
     random_drafter,
-    split_by_document,
     reference_of,
+    split_by_document,
 )
 from reference import brute_force_loss
 
@@ -35,7 +37,9 @@ def with_loss(options: Options, weights: dict[str, float], step_decay: float = 0
 
 def assert_equals_brute_force(drafter: Eagle3, documents: Sequence[TargetStates], loss: LossConfig) -> None:
     reference = reference_of(drafter)
-    expected = brute_force_loss(reference, [as_reference_document(d) for d in documents], drafter.steps, loss.weights, loss.step_decay)
+    expected = brute_force_loss(
+        reference, [as_reference_document(d) for d in documents], drafter.steps, loss.weights, loss.step_decay
+    )
     sums = drafter.train_losses(packed(documents))
     assert float(sums.loss.detach()) == pytest.approx(float(expected.loss.detach()), rel=1e-6)  # weights are float32
     assert float(sums.weight) == pytest.approx(expected.weight, rel=1e-6)
@@ -53,7 +57,9 @@ def assert_equals_brute_force(drafter: Eagle3, documents: Sequence[TargetStates]
     for name, leaf in reference.tensors.items():
         assert leaf.grad is not None
         assert leaf.grad.abs().max() > 1e-4, f"{name}: the test would see nothing"
-        torch.testing.assert_close(found[name], leaf.grad, rtol=1e-5, atol=1e-7, msg=lambda message, name=name: f"{name}: {message}")
+        torch.testing.assert_close(
+            found[name], leaf.grad, rtol=1e-5, atol=1e-7, msg=lambda message, name=name: f"{name}: {message}"
+        )
 
 
 @pytest.mark.parametrize("options", VARIANTS, ids=lambda options: options.name)

@@ -1,7 +1,8 @@
-"""Training = serving: column t, step k of the packed unroll is step k of the chain a server would draft after observing x_0 … x_t.
+"""Training = serving: column t, step k of the packed unroll is step k of the chain a server would draft after observing
+x_0 … x_t.
 
-The reference implementation recomputes everything token by token in float64. What training skips (queries of prompts, keys of other columns' later steps) and
-what it adds (packing, several documents, several turns) must not show.
+The reference implementation recomputes everything token by token in float64. What training skips (queries of prompts,
+keys of other columns' later steps) and what it adds (packing, several documents, several turns) must not show.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from drafter_tools import (
     random_document,
     random_documents,
     random_drafter,
+    reference_of,
     split_by_document,
     students,
-    reference_of,
 )
 from reference import counts
 
@@ -40,14 +41,19 @@ def test_every_student_is_the_servers_draft(options: Options) -> None:
                 chain = reference.chain(ids[: t + 2], states.taps, counted[-1] + 1, drafts=ids[t + 2 :])
             for k in counted:
                 torch.testing.assert_close(
-                    found[start + t, k], chain.normed[k], rtol=1e-9, atol=1e-10, msg=lambda m, t=t, k=k: f"({t}, {k}): {m}"
+                    found[start + t, k],
+                    chain.normed[k],
+                    rtol=1e-9,
+                    atol=1e-10,
+                    msg=lambda m, t=t, k=k: f"({t}, {k}): {m}",
                 )
             expected += len(counted)
     assert len(found) == expected  # nothing else counts
 
 
 def test_counted_columns_of_a_written_out_example() -> None:
-    # x_2 is the first generated token, x_5 the end of turn: column 1 holds x_2 and trains, column 4 holds the end of turn and does not.
+    # x_2 is the first generated token, x_5 the end of turn: column 1 holds x_2 and trains, column 4 holds the end of
+    # turn and does not.
     drafter = random_drafter(Options(steps=3))
     found = students(drafter, packed([random_document("0011110", 3, seed=0)]))
     assert set(found) == {(1, 0), (2, 0), (3, 0), (1, 1), (2, 1), (1, 2)}

@@ -1,4 +1,6 @@
-"""Speculation at temperature 0 changes nothing but the number of passes, and the simulation knows their number beforehand."""
+"""Speculation at temperature 0 changes nothing but the number of passes, and the simulation knows their number
+beforehand.
+"""
 
 import pytest
 import torch
@@ -24,7 +26,9 @@ PROMPTS = [[5, 17, 80, 3], [200, 9], [44] * 11 + [7], [30, 31, 32, 30, 31, 32, 3
 
 @pytest.fixture(scope="module", params=FAMILIES, ids=[family for family, _ in FAMILIES])
 def setting(request, tmp_path_factory):
-    """A target, the answers of transformers' own generate (each prompt alone, its own cache), and an end token that some contain."""
+    """A target, the answers of transformers' own generate (each prompt alone, its own cache), and an end token that
+    some contain.
+    """
     family, overrides = request.param
     target = float64_target(family, tmp_path_factory.mktemp(family), **overrides)
     answers = [generated(target, prompt) for prompt in PROMPTS]
@@ -42,7 +46,9 @@ def ended(answer, eos):
 
 
 def oracle(answers, error_every=10**9, short=False):
-    """Drafts the target's own continuation, each token wrong with chance 1 / error_every; what it drafts depends on the prefix alone."""
+    """Drafts the target's own continuation, each token wrong with chance 1 / error_every; what it drafts depends on the
+    prefix alone.
+    """
     texts = [prompt + answer + [0] * 16 for prompt, answer in zip(PROMPTS, answers, strict=True)]
 
     def draft(prefix, n):
@@ -65,7 +71,16 @@ def proposer_named(name, answers):
     }[name]()
 
 
-RUNS = [("none", 1), ("none", None), ("ngram", 1), ("ngram", None), ("noise", None), ("oracle", 1), ("oracle", 2), ("oracle", None)]
+RUNS = [
+    ("none", 1),
+    ("none", None),
+    ("ngram", 1),
+    ("ngram", None),
+    ("noise", None),
+    ("oracle", 1),
+    ("oracle", 2),
+    ("oracle", None),
+]
 
 
 @pytest.mark.parametrize(("name", "batch_size"), [*RUNS, ("perfect", None), ("short", 3)])
@@ -79,7 +94,9 @@ def test_output_is_plain_greedy_output(setting, name, batch_size):
         target, proposer, PROMPTS, MAX_NEW_TOKENS, N, GREEDY, (eos,), batch_size=batch_size, on_tokens=reported.append
     )
     assert [result.ids for result in generation.results] == expected
-    assert [result.finish_reason for result in generation.results] == ["stop" if answer[-1] == eos else "length" for answer in expected]
+    assert [result.finish_reason for result in generation.results] == [
+        "stop" if answer[-1] == eos else "length" for answer in expected
+    ]
     assert sum(reported) == sum(len(answer) for answer in expected)
     for prompt, result in zip(PROMPTS, generation.results, strict=True):
         check_bookkeeping(prompt, result)
@@ -121,7 +138,12 @@ def test_the_proposer_sees_the_taps_of_the_text(setting):
     target, answers, eos = setting
     proposer = proposer_named("oracle", answers)
     results = speculative_generate(target, proposer, PROMPTS, MAX_NEW_TOKENS, N, GREEDY, (eos,)).results
-    observed = {tuple(ids[: len(prompt)]): (ids, taps) for prompt in PROMPTS for ids, taps in proposer.seen if ids[: len(prompt)] == prompt}
+    observed = {
+        tuple(ids[: len(prompt)]): (ids, taps)
+        for prompt in PROMPTS
+        for ids, taps in proposer.seen
+        if ids[: len(prompt)] == prompt
+    }
     assert len(observed) == len(PROMPTS)
     for prompt, result in zip(PROMPTS, results, strict=True):
         ids, taps = observed[tuple(prompt)]
@@ -129,13 +151,19 @@ def test_the_proposer_sees_the_taps_of_the_text(setting):
         assert len(ids) >= len(text) - N - 2  # all but the last anchor and what the last round added
         assert ids == text[: len(ids)]
         tolerance = 1e-4 if target.spec.hybrid else 1e-10  # recurrent layers keep float32 inside
-        torch.testing.assert_close(torch.cat(taps), full_forward(target, ids, (1, 2))[1], rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(
+            torch.cat(taps), full_forward(target, ids, (1, 2))[1], rtol=tolerance, atol=tolerance
+        )
 
 
 def test_drawn_drafts_do_not_change_greedy_output(setting):
     target, answers, eos = setting
-    proposer = BigramProposer(torch.randn(target.spec.vocab_size, target.spec.vocab_size, generator=torch.Generator().manual_seed(0)))
-    results = speculative_generate(target, proposer, PROMPTS, MAX_NEW_TOKENS, N, GREEDY, (eos,), draft_sampling=SamplingParams(1.0)).results
+    proposer = BigramProposer(
+        torch.randn(target.spec.vocab_size, target.spec.vocab_size, generator=torch.Generator().manual_seed(0))
+    )
+    results = speculative_generate(
+        target, proposer, PROMPTS, MAX_NEW_TOKENS, N, GREEDY, (eos,), draft_sampling=SamplingParams(1.0)
+    ).results
     assert [result.ids for result in results] == [ended(answer, eos) for answer in answers]
 
 
@@ -160,7 +188,10 @@ def test_rounds_at_the_end_of_a_text(setting):
     target, answers, _ = setting
     prompt, answer, perfect = PROMPTS[0], answers[0], proposer_named("perfect", answers)
     start = len(prompt)
-    rounds = {limit: speculative_generate(target, perfect, [prompt], limit, 3, GREEDY).results[0].rounds for limit in (4, 5, 6)}
+    rounds = {
+        limit: speculative_generate(target, perfect, [prompt], limit, 3, GREEDY).results[0].rounds
+        for limit in (4, 5, 6)
+    }
     assert rounds[4] == [Round(start, 3, 3)]  # all three were accepted and are text; the bonus is not
     assert rounds[5] == [Round(start, 3, 3)]
     assert rounds[6] == [Round(start, 3, 3), Round(start + 4, 3, 1, cut=True)]

@@ -54,7 +54,9 @@ def test_no_loss_gradient_or_score_depends_on_the_last_row(options: Options) -> 
 def test_the_row_before_is_read() -> None:
     drafter = random_drafter()
     documents = random_documents(Options(), drafter.head)
-    assert not results(drafter, packed(documents))[0].equal(results(drafter, packed(with_last_row(documents, 3.0, row=-2)))[0])
+    assert not results(drafter, packed(documents))[0].equal(
+        results(drafter, packed(with_last_row(documents, 3.0, row=-2)))[0]
+    )
 
 
 def test_the_closed_form_init_does_not_read_it() -> None:
@@ -63,7 +65,9 @@ def test_the_closed_form_init_does_not_read_it() -> None:
         head = random_head(dtype=torch.float32)
         head.embed_weight.add_(2.0)  # some direction must be nearly constant
         drafter = random_drafter(dtype=torch.float32, head=head)
-        documents = [as_dtype(document, torch.float32) for document in random_documents(Options(), masks=["00" + "1" * 30] * 30)]
+        documents = [
+            as_dtype(document, torch.float32) for document in random_documents(Options(), masks=["00" + "1" * 30] * 30)
+        ]
         documents = documents if value is None else with_last_row(documents, value)
         columns = drafter.closed_form_init(lambda documents=documents: [packed(documents)])
         weights.append([columns, *(parameter.detach().clone() for parameter in drafter.parameters())])

@@ -1,4 +1,6 @@
-"""A document's outputs do not depend on its neighbours, nor on anything behind the tokens a server would know at that step."""
+"""A document's outputs do not depend on its neighbours, nor on anything behind the tokens a server would know at that
+step.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from drafter_tools import VOCAB, Options, gradients, packed, random_document, random_documents, random_drafter, split_by_document, students
+from drafter_tools import (
+    VOCAB,
+    Options,
+    gradients,
+    packed,
+    random_document,
+    random_documents,
+    random_drafter,
+    split_by_document,
+    students,
+)
 from torch import Tensor
 
 from spectrain.config.drafter_schema import LossConfig
@@ -57,10 +69,14 @@ def test_permuted_documents_give_permuted_outputs_and_the_same_gradients(options
 
 
 def scribbled(batch: PackedBatch, cut: int, end: int) -> PackedBatch:
-    """Another text from position ``cut`` on (to ``end``): tokens at cut + 1 …, and what the target computed at cut …, are different."""
+    """Another text from position ``cut`` on (to ``end``): tokens at cut + 1 …, and what the target computed at cut …,
+    are different.
+    """
     generator = torch.Generator().manual_seed(9)
     ids, taps, hidden = batch.input_ids_T.clone(), batch.taps_TAH.clone(), batch.last_hidden_TH.clone()
-    ids[cut + 1 : end] = (ids[cut + 1 : end] + 1 + torch.randint(0, VOCAB - 1, ids[cut + 1 : end].shape, generator=generator)) % VOCAB
+    ids[cut + 1 : end] = (
+        ids[cut + 1 : end] + 1 + torch.randint(0, VOCAB - 1, ids[cut + 1 : end].shape, generator=generator)
+    ) % VOCAB
     taps[cut:end] = torch.randn(taps[cut:end].shape, generator=generator, dtype=taps.dtype) * 50
     hidden[cut:end] = torch.randn(hidden[cut:end].shape, generator=generator, dtype=hidden.dtype)
     return replace(batch, input_ids_T=ids, taps_TAH=taps, last_hidden_TH=hidden)
@@ -68,7 +84,9 @@ def scribbled(batch: PackedBatch, cut: int, end: int) -> PackedBatch:
 
 @pytest.mark.parametrize("options", cases(), ids=lambda options: options.name)
 def test_nothing_behind_the_known_tokens_leaks_into_a_student(options: Options) -> None:
-    """Student (t, k) knows tokens up to t + 1 + k and taps up to t. A change behind that leaves its bits alone; one before does not."""
+    """Student (t, k) knows tokens up to t + 1 + k and taps up to t. A change behind that leaves its bits alone; one
+    before does not.
+    """
     drafter = random_drafter(options)
     documents = random_documents(options, masks=("0011", "00011111110", "011"))
     batch, (_, start, end) = packed(documents), split_by_document(documents)

@@ -1,4 +1,6 @@
-"""The whole chain on a task that can be learned to the end: a target that speaks in periods, its states, 300 steps, the real loop."""
+"""The whole chain on a task that can be learned to the end: a target that speaks in periods, its states, 300 steps, the
+real loop.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,11 @@ def test_the_target_speaks_in_periods(target: tuple[TargetModel, Path]) -> None:
             {"learning_rate": 3e-3},
         ),
         (
-            {"method": "dflash2", "init": "target", "block": BlockConfig(block_size=N + 1, anchors=60, selector_rank=8, selector_top_k=4)},
+            {
+                "method": "dflash2",
+                "init": "target",
+                "block": BlockConfig(block_size=N + 1, anchors=60, selector_rank=8, selector_top_k=4),
+            },
             {"learning_rate": 3e-3},
         ),
     ],
@@ -112,7 +118,9 @@ def test_a_drafter_learns_it_and_the_loop_accepts_it(
         capture(model, prompt, answer, config.taps or (), f"{i:03d}", split)
         for i, (prompt, answer, split) in enumerate(zip(prompts, answers(model, prompts), splits, strict=True))
     ]
-    vocab = build_vocab(((d.input_ids.numpy(), d.loss_mask.numpy()) for d in documents), config.draft_vocab_size, PERIODIC_VOCAB)
+    vocab = build_vocab(
+        ((d.input_ids.numpy(), d.loss_mask.numpy()) for d in documents), config.draft_vocab_size, PERIODIC_VOCAB
+    )
     assert vocab.coverage == 1.0
     head = TargetHead.from_checkpoint(folder)
     drafter = build_drafter(config, model.spec, vocab, head, folder)

@@ -1,4 +1,6 @@
-"""Killed and resumed training = uninterrupted training, bit for bit: weights, optimiser state, metrics, best drafter."""
+"""Killed and resumed training = uninterrupted training, bit for bit: weights, optimiser state, metrics, best
+drafter.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def store_in(folder: Path) -> StoredHiddenStates:
         masks = ["0" * (1 + i % 4) + "1" * (3 + (5 * i) % 8) for i in range(24)]
         head = random_drafter(OPTIONS).head
         splits = ["heldout" if i % 6 == 5 else "train" for i in range(24)]
-        documents = [random_document(m, 3, i, head, split=s) for i, (m, s) in enumerate(zip(masks, splits, strict=True))]
+        documents = [
+            random_document(m, 3, i, head, split=s) for i, (m, s) in enumerate(zip(masks, splits, strict=True))
+        ]
         write_store(folder, documents, OPTIONS.taps)
     return StoredHiddenStates(folder)
 
@@ -81,7 +85,8 @@ class DyingStore:
     """A store that kills whoever reads it, at the ``is_alive``-th read."""
 
     def __init__(self, store: StoredHiddenStates, is_alive: int) -> None:
-        self._store, self._lives = store, is_alive
+        self._store = store
+        self._lives = is_alive
 
     def __getitem__(self, index: int) -> TargetStates:
         if self._lives == 0:
@@ -98,7 +103,16 @@ def test_killed_anywhere_and_resumed(tmp_path: Path, optimizer: str) -> None:
     store = store_in(tmp_path / "hidden_states")
     train(tmp_path / "whole", store, optimizer)
     kills = 0
-    for is_alive in (1, 21, 26, 19, 24, 22, 20, 10_000):  # the first before any step is done, others in steps and in evaluations
+    for is_alive in (
+        1,
+        21,
+        26,
+        19,
+        24,
+        22,
+        20,
+        10_000,
+    ):  # the first before any step is done, others in steps and in evaluations
         try:
             train(tmp_path / "killed", DyingStore(store, is_alive), optimizer)
         except Killed:
@@ -126,7 +140,9 @@ def test_sigkill_at_a_random_moment(tmp_path: Path) -> None:
     rng = random.Random(seed)
     wanted, delay_s = rng.randint(1, steps - 1), rng.random() * 0.1
     metrics = tmp_path / "killed" / "metrics.jsonl"
-    process = subprocess.Popen([sys.executable, __file__, str(tmp_path)], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    process = subprocess.Popen(
+        [sys.executable, __file__, str(tmp_path)], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    )
     try:
         deadline = time.monotonic() + 120
         while process.poll() is None and time.monotonic() < deadline:

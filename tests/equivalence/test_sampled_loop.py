@@ -1,6 +1,8 @@
-"""Speculation at temperature > 0 leaves the distribution of the output alone, and the simulation has the loop's distribution of accepted counts.
+"""Speculation at temperature > 0 leaves the distribution of the output alone, and the simulation has the loop's
+distribution of accepted counts.
 
-The target is a tiny model over six tokens, so that every answer of three tokens can be enumerated and its probability computed exactly.
+The target is a tiny model over six tokens, so that every answer of three tokens can be enumerated and its probability
+computed exactly.
 """
 
 import math
@@ -26,7 +28,9 @@ DRAFTING = ["none", "drawn", "argmax", "n-gram", "ragged"]
 def target(tmp_path_factory):
     folder = tmp_path_factory.mktemp("target")
     # Sharp enough to be worth truncating, flat enough that all answers occur.
-    return float64_target("llama", folder, vocab_size=VOCAB, num_hidden_layers=1, bos_token_id=0, eos_token_id=EOS, pad_token_id=0)
+    return float64_target(
+        "llama", folder, vocab_size=VOCAB, num_hidden_layers=1, bos_token_id=0, eos_token_id=EOS, pad_token_id=0
+    )
 
 
 def next_log_probs(target, ids, sampling):
@@ -60,7 +64,9 @@ def drafting(name, sampling):
         return BigramProposer(table), GREEDY
     if name == "n-gram":
         return NGramProposer(2, 1), GREEDY
-    ragged = PrefixProposer(lambda prefix, n: [prefix_hash(prefix, j) % VOCAB for j in range(prefix_hash(prefix, 9) % (n + 1))])
+    ragged = PrefixProposer(
+        lambda prefix, n: [prefix_hash(prefix, j) % VOCAB for j in range(prefix_hash(prefix, 9) % (n + 1))]
+    )
     return (None, GREEDY) if name == "none" else (ragged, GREEDY)
 
 
@@ -69,7 +75,9 @@ def drafting(name, sampling):
 def test_distribution_of_answers_is_the_targets(target, sampling, name):
     samples, length = 4000, 3
     proposer, draft_sampling = drafting(name, sampling)
-    generation = speculative_generate(target, proposer, [PROMPT] * samples, length, 2, sampling, (EOS,), seed=1, draft_sampling=draft_sampling)
+    generation = speculative_generate(
+        target, proposer, [PROMPT] * samples, length, 2, sampling, (EOS,), seed=1, draft_sampling=draft_sampling
+    )
     expected = answer_probabilities(target, sampling, length)
     counts = Counter(tuple(result.ids) for result in generation.results)
     assert counts.keys() <= expected.keys()  # nothing that truncation forbids
@@ -92,13 +100,19 @@ def goodness_of_fit(counts, expected, samples):
 def test_first_draft_is_accepted_with_chance_one_minus_tv(target, sampling, name):
     """Over all first anchors: a round at anchor x accepts its first draft with chance Σ min(p(·|x), q(·|prompt, x))."""
     proposer, draft_sampling = drafting(name, sampling)
-    results = speculative_generate(target, proposer, [PROMPT] * 6000, 4, 2, sampling, seed=2, draft_sampling=draft_sampling).results
+    results = speculative_generate(
+        target, proposer, [PROMPT] * 6000, 4, 2, sampling, seed=2, draft_sampling=draft_sampling
+    ).results
     draft_table = truncated_log_probs(proposer.logits_VV, draft_sampling).exp()
     for anchor in range(VOCAB):
         accepted = [result.rounds[0].accepted >= 1 for result in results if result.ids[0] == anchor]
         if len(accepted) < 50:
             continue
-        overlap = torch.minimum(draft_table[anchor], next_log_probs(target, [*PROMPT, anchor], sampling)[-1].exp()).sum().item()
+        overlap = (
+            torch.minimum(draft_table[anchor], next_log_probs(target, [*PROMPT, anchor], sampling)[-1].exp())
+            .sum()
+            .item()
+        )
         assert abs(np.mean(accepted) - overlap) < 4 * math.sqrt(overlap * (1 - overlap) / len(accepted)) + 1e-9
 
 
@@ -106,7 +120,9 @@ def test_first_draft_is_accepted_with_chance_one_minus_tv(target, sampling, name
 @pytest.mark.parametrize("eos_ids", [(), (EOS,)])
 def test_simulation_of_argmax_drafts_is_the_loop_round_by_round(target, sampling, eos_ids):
     proposer, draft_sampling = drafting("argmax", sampling)
-    results = speculative_generate(target, proposer, [PROMPT] * 300, 7, 3, sampling, eos_ids, seed=3, draft_sampling=draft_sampling).results
+    results = speculative_generate(
+        target, proposer, [PROMPT] * 300, 7, 3, sampling, eos_ids, seed=3, draft_sampling=draft_sampling
+    ).results
     spans = can_be_simulated(target, results, sampling, proposer.logits_VV, draft_sampling, 3)
     # Nothing is left to chance: a one-hot draft is the text's token or it is not.
     assert [simulate(span, 3, np.random.default_rng(0)) for span in spans] == [result.rounds for result in results]
@@ -115,10 +131,14 @@ def test_simulation_of_argmax_drafts_is_the_loop_round_by_round(target, sampling
 @pytest.mark.parametrize("sampling", LAWS[:2], ids=str)
 @pytest.mark.parametrize("eos_ids", [(), (EOS,)])
 def test_simulation_of_drawn_drafts_has_the_loops_distribution(target, sampling, eos_ids):
-    """Rounds of the loop against simulates over other texts, which plain decoding made: the same distribution, as sequences and as sums."""
+    """Rounds of the loop against simulates over other texts, which plain decoding made: the same distribution, as
+    sequences and as sums.
+    """
     samples, length, n = 2000, 7, 3
     proposer, draft_sampling = drafting("drawn", sampling)
-    looped = speculative_generate(target, proposer, [PROMPT] * samples, length, n, sampling, eos_ids, seed=3, draft_sampling=draft_sampling).results
+    looped = speculative_generate(
+        target, proposer, [PROMPT] * samples, length, n, sampling, eos_ids, seed=3, draft_sampling=draft_sampling
+    ).results
     texts = speculative_generate(target, None, [PROMPT] * samples, length, 0, sampling, eos_ids, seed=4).results
     spans = can_be_simulated(target, texts, sampling, proposer.logits_VV, draft_sampling, n)
     rng = np.random.default_rng(0)
@@ -128,7 +148,10 @@ def test_simulation_of_drawn_drafts_has_the_loops_distribution(target, sampling,
     ]
     frequent = [outcome for outcome in counts[0] | counts[1] if counts[0][outcome] + counts[1][outcome] >= 20]
     assert len(frequent) >= 8
-    table = [[count[outcome] for outcome in frequent] + [samples - sum(count[outcome] for outcome in frequent)] for count in counts]
+    table = [
+        [count[outcome] for outcome in frequent] + [samples - sum(count[outcome] for outcome in frequent)]
+        for count in counts
+    ]
     assert stats.chi2_contingency([column for column in zip(*table, strict=True) if sum(column)]).pvalue > 1e-3
 
     complete = [[r for r in result.rounds if not r.cut] for result in looped]
@@ -144,9 +167,13 @@ def can_be_simulated(target, results, sampling, draft_logits, draft_sampling, n)
     for row, result in zip(texts, results, strict=True):
         row[: len(PROMPT) + len(result.ids)] = torch.tensor([*PROMPT, *result.ids])
     output = target.run(texts, torch.arange(texts.shape[1]).expand_as(texts))
-    log_q = truncated_log_probs(target.logits(output.last_hidden_BSH).double(), sampling)[:, :-1].gather(2, texts[:, 1:, None])[..., 0]
+    log_q = truncated_log_probs(target.logits(output.last_hidden_BSH).double(), sampling)[:, :-1].gather(
+        2, texts[:, 1:, None]
+    )[..., 0]
     log_p = truncated_log_probs(draft_logits, draft_sampling)[texts[:, :-1], texts[:, 1:]]
-    chance = acceptance_probability(log_p, log_q).numpy()  # chance[b, t]: token t + 1 of the text, drafted after token t
+    chance = acceptance_probability(
+        log_p, log_q
+    ).numpy()  # chance[b, t]: token t + 1 of the text, drafted after token t
     padded = np.concatenate([chance, np.zeros((len(results), n))], axis=1)
     windows = np.lib.stride_tricks.sliding_window_view(padded, n, axis=1)[:, len(PROMPT) :]
     return [
@@ -164,7 +191,17 @@ def test_an_answer_does_not_depend_on_its_neighbours(target, name):
     def answers(which, **how):
         chosen = [prompts[i] for i in which]
         results = speculative_generate(
-            target, proposer, chosen, 20, 3, sampling, (EOS,), seed=7, draft_sampling=draft_sampling, streams=which, **how
+            target,
+            proposer,
+            chosen,
+            20,
+            3,
+            sampling,
+            (EOS,),
+            seed=7,
+            draft_sampling=draft_sampling,
+            streams=which,
+            **how,
         ).results
         return dict(zip(which, results, strict=True))
 
@@ -175,7 +212,11 @@ def test_an_answer_does_not_depend_on_its_neighbours(target, name):
 
 def test_streams_and_seeds_differ(target):
     def ids(seed, stream):
-        return speculative_generate(target, None, [PROMPT], 30, 0, SamplingParams(1.0), seed=seed, streams=[stream]).results[0].ids
+        return (
+            speculative_generate(target, None, [PROMPT], 30, 0, SamplingParams(1.0), seed=seed, streams=[stream])
+            .results[0]
+            .ids
+        )
 
     assert ids(0, 0) == ids(0, 0)
     assert len({tuple(ids(seed, stream)) for seed in (0, 1) for stream in (0, 1)}) == 4

@@ -1,6 +1,8 @@
-"""What ``fit`` shows is what the loop does: at temperature 0 the same rounds, one by one; at temperature 1 the same distribution.
+"""What ``fit`` shows is what the loop does: at temperature 0 the same rounds, one by one; at temperature 1 the same
+distribution.
 
-A random float64 target with a vocabulary of 20 and a drafter that has learned a little of it: drafts fail and stand in every mixture.
+A random float64 target with a vocabulary of 20 and a drafter that has learned a little of it: drafts fail and stand in
+every mixture.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ def prompts(count: int, seed: int) -> list[list[int]]:
     return [rng.integers(0, VOCAB, size=rng.integers(2, 7)).tolist() for _ in range(count)]
 
 
-def plain(target: TargetModel, texts: list[list[int]], length: int, sampling: SamplingParams, seed: int = 0) -> list[GenerationResult]:
+def plain(
+    target: TargetModel, texts: list[list[int]], length: int, sampling: SamplingParams, seed: int = 0
+) -> list[GenerationResult]:
     return speculative_generate(target, None, texts, length, 0, sampling, eos_ids=(EOS,), seed=seed).results
 
 
@@ -67,18 +71,27 @@ def setting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     drafter = build_drafter(config, target.spec, vocab, head, folder).double()
     drafter.attach(head)
     store = MemoryStore([as_dtype(d, torch.float64) for d in documents])
-    fit(tmp_path_factory.mktemp("fit"), drafter, store, trainer_config(packed_length=400, max_steps=80, epochs=80, learning_rate=3e-3))
+    fit(
+        tmp_path_factory.mktemp("fit"),
+        drafter,
+        store,
+        trainer_config(packed_length=400, max_steps=80, epochs=80, learning_rate=3e-3),
+    )
     return Setting(target, drafter.eval(), head)
 
 
 def simulated(setting: Setting, documents: list[TargetStates], decoding: DecodingConfig) -> SimulatedAcceptance:
-    return simulate_heldout(setting.drafter, MemoryStore(documents), range(len(documents)), decoding, (EOS,), packed_length=200)
+    return simulate_heldout(
+        setting.drafter, MemoryStore(documents), range(len(documents)), decoding, (EOS,), packed_length=200
+    )
 
 
 @pytest.mark.parametrize("n", [1, N])
 def test_greedy_rounds_are_the_loops_one_by_one(setting: Setting, n: int) -> None:
     texts = prompts(40, seed=2)
-    results = speculative_generate(setting.target, setting.drafter, texts, 26, n, GREEDY, eos_ids=(EOS,), batch_size=16).results
+    results = speculative_generate(
+        setting.target, setting.drafter, texts, 26, n, GREEDY, eos_ids=(EOS,), batch_size=16
+    ).results
     assert [r.ids for r in results] == [r.ids for r in plain(setting.target, texts, 26, GREEDY)]
     found = simulated(setting, captured(setting.target, texts, results), DecodingConfig(num_speculative_tokens=n))
     assert found.rounds == [r.rounds for r in results]
@@ -108,8 +121,14 @@ def draft_sampling(setting: Setting, ids: list[int], taps: Tensor, sampling: Sam
     return proposal.log_probs[0, 0].exp()
 
 
-@pytest.mark.parametrize("sampling", [HOT, SamplingParams(temperature=0.7, top_k=6), SamplingParams(temperature=1.3, top_p=0.8)], ids=["1", "0.7 top-k", "1.3 top-p"])
-def test_a_slot_stands_with_one_minus_the_distance_of_the_distributions(setting: Setting, sampling: SamplingParams) -> None:
+@pytest.mark.parametrize(
+    "sampling",
+    [HOT, SamplingParams(temperature=0.7, top_k=6), SamplingParams(temperature=1.3, top_p=0.8)],
+    ids=["1", "0.7 top-k", "1.3 top-p"],
+)
+def test_a_slot_stands_with_one_minus_the_distance_of_the_distributions(
+    setting: Setting, sampling: SamplingParams
+) -> None:
     """Σ_x q(x)·P(stands | x) over every continuation x = 1 − TV(p, q) (Leviathan et al. 2023, theorem 3.5)."""
     for text in prompts(4, seed=4):
         documents = [capture(setting.target, text[:-1], [text[-1], x], TAPS, f"{x:03d}", "train") for x in range(VOCAB)]
@@ -143,7 +162,9 @@ def test_sampled_drafts_stand_as_often_in_the_simulation_as_in_the_loop(setting:
     """Independent texts: the simulation on what the target said alone, the loop on other random numbers."""
     texts = prompts(400, seed=6)
     decoding = DecodingConfig(num_speculative_tokens=3, temperature=1.0, proposal_policy="sample")
-    found = simulated(setting, captured(setting.target, texts, plain(setting.target, texts, 16, HOT, seed=11)), decoding)
+    found = simulated(
+        setting, captured(setting.target, texts, plain(setting.target, texts, 16, HOT, seed=11)), decoding
+    )
     loop = speculative_generate(
         setting.target, setting.drafter, texts, 16, 3, HOT, eos_ids=(EOS,), seed=12, draft_sampling=HOT, batch_size=200
     ).results
@@ -161,7 +182,15 @@ def test_the_simulation_does_not_depend_on_how_documents_are_grouped(setting: Se
     documents = captured(setting.target, texts, plain(setting.target, texts, 14, HOT))
     decoding = DecodingConfig(num_speculative_tokens=2, temperature=1.0, proposal_policy="sample")
     grouped, alone = (
-        simulate_heldout(setting.drafter, MemoryStore(documents), range(len(documents)), decoding, (EOS,), packed_length=tokens, most_tokens=5)
+        simulate_heldout(
+            setting.drafter,
+            MemoryStore(documents),
+            range(len(documents)),
+            decoding,
+            (EOS,),
+            packed_length=tokens,
+            most_tokens=5,
+        )
         for tokens in (200, 1)
     )
     assert grouped.rounds == alone.rounds

@@ -1,4 +1,5 @@
-"""One of two processes that train together, one drafter after the other; started by ``test_accumulation.py``, which trains the same alone.
+"""One of two processes that train together, one drafter after the other; started by ``test_accumulation.py``, which
+trains the same alone.
 
 Usage: two_ranks.py FOLDER, with RANK, WORLD_SIZE and the address of the first process in the environment.
 """
@@ -13,7 +14,15 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from block_tools import DSPARK, random_block_drafter
-from drafter_tools import MemoryStore, Options, make_trainer, random_document, random_drafter, tensors_of, trainer_config
+from drafter_tools import (
+    MemoryStore,
+    Options,
+    make_trainer,
+    random_document,
+    random_drafter,
+    tensors_of,
+    trainer_config,
+)
 from safetensors.torch import save_file
 
 from spectrain.config.drafter_schema import BlockConfig
@@ -36,14 +45,21 @@ SETTINGS: dict[str, Any] = {
 
 def fresh_drafter(method: str) -> Drafter:
     """``dspark``: with fewer anchors a row than there are, so that they are drawn."""
-    return random_drafter(OPTIONS) if method == "eagle3" else random_block_drafter(replace(DSPARK, options=BlockConfig(anchors=6)))
+    return (
+        random_drafter(OPTIONS)
+        if method == "eagle3"
+        else random_block_drafter(replace(DSPARK, options=BlockConfig(anchors=6)))
+    )
 
 
 def documents(head: TargetHead) -> list[TargetStates]:
     """Training documents of very different weight, and three held-out ones."""
     masks = ["0" * (1 + i % 5) + "1" * (2 + (7 * i) % 8) for i in range(DOCUMENTS)]
     splits = ["train"] * DOCUMENTS + ["heldout"] * 3
-    return [random_document(mask, 3, i, head, split=split) for i, (mask, split) in enumerate(zip(masks + masks[:3], splits, strict=True))]
+    return [
+        random_document(mask, 3, i, head, split=split)
+        for i, (mask, split) in enumerate(zip(masks + masks[:3], splits, strict=True))
+    ]
 
 
 def main(folder: Path) -> None:
@@ -52,9 +68,14 @@ def main(folder: Path) -> None:
     assert accelerator.num_processes == 2
     for method in METHODS:
         drafter, into = fresh_drafter(method), folder / method
-        trainer = make_trainer(into, drafter, MemoryStore(documents(drafter.head)), trainer_config(**SETTINGS), accelerator=accelerator)
+        trainer = make_trainer(
+            into, drafter, MemoryStore(documents(drafter.head)), trainer_config(**SETTINGS), accelerator=accelerator
+        )
         trainer.fit()
-        save_file({name: p.detach() for name, p in tensors_of(drafter).items()}, into / f"weights-{accelerator.process_index}.safetensors")
+        save_file(
+            {name: p.detach() for name, p in tensors_of(drafter).items()},
+            into / f"weights-{accelerator.process_index}.safetensors",
+        )
         if accelerator.process_index == 1:
             steps = range(trainer.sampler.total_steps)
             empty = sum(not micro for step in steps for micro in trainer.sampler[step].micro_batches)

@@ -20,7 +20,14 @@ METHODS = {
 }
 
 
-_OTHER_BLOCKS = ("mask_token_id=7", "sliding_window=4", "block_size=5", "markov=rnn", "markov_rank=9", "confidence=false")
+_OTHER_BLOCKS = (
+    "mask_token_id=7",
+    "sliding_window=4",
+    "block_size=5",
+    "markov=rnn",
+    "markov_rank=9",
+    "confidence=false",
+)
 
 
 @pytest.fixture(scope="module")
@@ -63,13 +70,21 @@ def test_it_is_skipped_measured_again_and_gone_on_from(arguments, finished, tmp_
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU trains with it")
 def test_flex_without_a_gpu_is_refused(arguments, tmp_path, capsys):
-    assert cli.main(["fit", *arguments, *METHODS["dflash"], "drafter.attention=flex", f"run.dir={tmp_path / 'run'}"]) == 2
+    assert (
+        cli.main(["fit", *arguments, *METHODS["dflash"], "drafter.attention=flex", f"run.dir={tmp_path / 'run'}"]) == 2
+    )
     assert "drafter.attention=flex trains on a GPU alone" in capsys.readouterr().err
 
 
 def test_documents_that_teach_nothing_are_left_out(tmp_path):
     """A prompt as long as a row leaves no answer to train on; alone in its batch it would stop the training."""
-    arguments = [*make(tmp_path), *METHODS["dflash"], "trainer.packed_length=150", "trainer.epochs=1", "target.max_length=512"]
+    arguments = [
+        *make(tmp_path),
+        *METHODS["dflash"],
+        "trainer.packed_length=150",
+        "trainer.epochs=1",
+        "target.max_length=512",
+    ]
     with (tmp_path / "train.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps({"turns": ["What is " + "the sun, or " * 30 + "a river?"]}) + "\n")
     assert cli.main(["fit", *arguments, f"run.dir={tmp_path / 'run'}"]) == 0
@@ -80,7 +95,11 @@ def test_a_mask_token_of_the_text_is_noted(arguments, finished, tmp_path, capsys
     states = StoredHiddenStates(tmp_path / "run" / "hidden_states")
     used = int(states[states.indices("train")[0]].input_ids[0])
     for mask, said in ((used, True), (None, False)):
-        options = [*METHODS["dflash"], f"drafter.block.mask_token_id={'null' if mask is None else mask}", "trainer.max_steps=1"]
+        options = [
+            *METHODS["dflash"],
+            f"drafter.block.mask_token_id={'null' if mask is None else mask}",
+            "trainer.max_steps=1",
+        ]
         assert cli.main(["fit", *arguments, *options, f"run.dir={tmp_path / 'run'}"]) == 0
         assert (f"the mask token {mask} occurs" in capsys.readouterr().err) == said
 
@@ -91,10 +110,22 @@ def test_what_cannot_be_is_said_at_once(arguments, finished, tmp_path, capsys):
         ("fit", ["drafter=dflash", "drafter.ttt_steps=5"], "drafter.ttt_steps is an autoregressive drafter's"),
         ("fit", ["drafter=dflash2"], "dflash2 drafts from the whole vocabulary"),
         ("fit", ["drafter=dspark", "drafter.block.mask_token_id=99999"], "outside the target's vocabulary"),
-        ("fit", [f"drafter.path={finished / 'dflash' / 'drafter'}", "drafter=dspark"], "holds a dflash drafter: set drafter.method=dflash"),
-        ("fit", ["drafter=dflash", "sampling.max_new_tokens=1", "decoding.num_speculative_tokens=1"], "answers have 2 tokens at least"),
+        (
+            "fit",
+            [f"drafter.path={finished / 'dflash' / 'drafter'}", "drafter=dspark"],
+            "holds a dflash drafter: set drafter.method=dflash",
+        ),
+        (
+            "fit",
+            ["drafter=dflash", "sampling.max_new_tokens=1", "decoding.num_speculative_tokens=1"],
+            "answers have 2 tokens at least",
+        ),
         *(
-            ("fit", [f"drafter.path={finished / 'dspark' / 'drafter'}", "drafter=dspark", f"drafter.block.{setting}"], "which stands")
+            (
+                "fit",
+                [f"drafter.path={finished / 'dspark' / 'drafter'}", "drafter=dspark", f"drafter.block.{setting}"],
+                "which stands",
+            )
             for setting in _OTHER_BLOCKS
         ),
         (

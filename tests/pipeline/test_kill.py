@@ -1,8 +1,8 @@
 """SIGKILL at any moment, then the same command again: the end is that of a run that was never disturbed.
 
-A child process counts the operations that make work durable (flushes, renames, removals) and kills itself before the k-th; k is drawn
-anew for each attempt. So every state that a kill can leave on disk is met, however fast the machine is. Children are forked from a
-server that has imported everything, because imports take longer than the work.
+A child process counts the operations that make work durable (flushes, renames, removals) and kills itself before the
+k-th; k is drawn anew for each attempt. So every state that a kill can leave on disk is met, however fast the machine
+is. Children are forked from a server that has imported everything, because imports take longer than the work.
 """
 
 import hashlib
@@ -30,7 +30,9 @@ _SERVER.set_forkserver_preload(["spectrain.stages.run", "spectrain.cli", "spectr
 
 
 def child(arguments, kill_at):
-    """Run a command line; die before the ``kill_at``-th durable operation (0: never). Exit code: that of the command."""
+    """Run a command line; die before the ``kill_at``-th durable operation (0: never). Exit code: that of the
+    command.
+    """
     torch.set_num_threads(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     count = 0
@@ -120,7 +122,9 @@ def test_fit_ends_with_the_same_drafter_bit_for_bit(arguments, undisturbed, tmp_
     assert run_with_kills(["fit", *arguments, f"run.dir={path}"], seed=2, most=25) >= 3
     assert digest(path / "drafter/model.safetensors") == digest(other / "drafter/model.safetensors")
     assert digest(path / "drafter/model.safetensors") != digest(undisturbed / "drafter/model.safetensors")
-    assert sorted(file.name for file in (path / "checkpoints").iterdir()) == sorted(file.name for file in (other / "checkpoints").iterdir())
+    assert sorted(file.name for file in (path / "checkpoints").iterdir()) == sorted(
+        file.name for file in (other / "checkpoints").iterdir()
+    )
     assert leftovers(path) == []
 
 

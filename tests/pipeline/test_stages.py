@@ -123,7 +123,10 @@ def test_a_changed_learning_rate_only_trains_again(spectrain, run_dir):
     weights = (run_dir / "drafter/model.safetensors").read_bytes()
     lines = spectrain("fit", "trainer.learning_rate=0.02")
     assert lines[:2] == ["generate: unchanged, skipped", "capture: unchanged, skipped"]
-    why = "fit: trainer.learning_rate changed from 0.01 to 0.02: the drafter is trained again and replaced (another run.dir keeps it)"
+    why = (
+        "fit: trainer.learning_rate changed from 0.01 to 0.02: "
+        "the drafter is trained again and replaced (another run.dir keeps it)"
+    )
     assert why in lines
     assert times(run_dir / "hidden_states") | times(run_dir / "responses") == before
     assert (run_dir / "drafter/model.safetensors").read_bytes() != weights
@@ -164,7 +167,9 @@ def test_measurements_stand_beside_each_other(spectrain, run_dir):
     drafters = [record for record in read_records(run_dir / "eval") if record.is_drafter]
     assert [record.num_speculative_tokens for record in drafters] == [2, 3]
     # What was measured must not change what the next fit starts from.
-    assert spectrain("fit", base=False)[1:] == [f"{stage}: unchanged, skipped" for stage in ("generate", "capture", "fit")]
+    assert spectrain("fit", base=False)[1:] == [
+        f"{stage}: unchanged, skipped" for stage in ("generate", "capture", "fit")
+    ]
 
 
 def test_a_drafter_that_was_deleted_is_trained_again(spectrain, run_dir):
@@ -185,9 +190,9 @@ def test_eval_of_a_folder_without_a_run(arguments, finished, tmp_path, capsys):
         "sampling.max_new_tokens=12",
         "target.max_length=256",
     ]
-    assert cli.main(["eval", f"drafter.path={finished / 'drafter'}", target, *more, f"run.dir={tmp_path / 'out'}"]) == 0, (
-        capsys.readouterr().err
-    )
+    assert (
+        cli.main(["eval", f"drafter.path={finished / 'drafter'}", target, *more, f"run.dir={tmp_path / 'out'}"]) == 0
+    ), capsys.readouterr().err
     records = read_records(tmp_path / "out/eval")
     assert [record.method for record in records] == ["none", "ngram", "eagle3"]
     assert records[-1].output_identical
@@ -216,10 +221,14 @@ def test_a_run_directory_of_another_target_is_refused(arguments, run_dir, tmp_pa
 
 
 def test_training_goes_on_from_a_folder(arguments, finished, tmp_path, capsys):
-    """Its shape, taps and vocabulary stand; loss and steps are the configuration's; what it starts from is what it was."""
+    """Its shape, taps and vocabulary stand; loss and steps are the configuration's; what it starts from is
+    what it was.
+    """
     first = load_drafter(finished / "drafter")
     half = tmp_path / "half"
-    save_drafter(first.bfloat16(), half, target="t", target_architectures=("LlamaForCausalLM",), num_speculative_tokens=3)
+    save_drafter(
+        first.bfloat16(), half, target="t", target_architectures=("LlamaForCausalLM",), num_speculative_tokens=3
+    )
     edit(half / "config.json", lambda config: config.update(eagle_aux_hidden_state_layer_ids=[1, 4, 5]))
     more = [
         f"drafter.path={half}",
@@ -229,7 +238,9 @@ def test_training_goes_on_from_a_folder(arguments, finished, tmp_path, capsys):
         "trainer.max_steps=1",
     ]
     run_dir = tmp_path / "run"
-    assert cli.main(["fit", *arguments, f"run.dir={run_dir}", *more, "trainer.learning_rate=1e-30"]) == 0, capsys.readouterr().err
+    assert cli.main(["fit", *arguments, f"run.dir={run_dir}", *more, "trainer.learning_rate=1e-30"]) == 0, (
+        capsys.readouterr().err
+    )
     assert "closed-form initialisation" not in capsys.readouterr().err
     assert StoredHiddenStates(run_dir / "hidden_states").meta.tap_ids == (1, 4, 5)
     then = load_drafter(run_dir / "drafter")
@@ -248,7 +259,9 @@ def edit(file, change):
 
 
 def test_the_drafter_names_a_target_that_a_server_can_load_from_anywhere(arguments, finished):
-    target = next(argument for argument in arguments if argument.startswith("target.path=")).removeprefix("target.path=")
+    target = next(argument for argument in arguments if argument.startswith("target.path=")).removeprefix(
+        "target.path="
+    )
     config = json.loads((finished / "drafter/config.json").read_text())
     assert config["speculators_config"]["verifier"]["name_or_path"] == str(Path(target).resolve())
     assert f"vllm serve {Path(target).resolve()}" in (finished / "report.html").read_text(encoding="utf-8")
@@ -259,15 +272,25 @@ def test_serve_goes_by_what_was_evaluated(spectrain, run_dir):
     (record,) = [record for record in read_records(run_dir / "eval") if record.is_drafter]
     number = int(spectrain.out.partition('"num_speculative_tokens": ')[2].partition("}")[0])
     assert 1 <= number <= record.num_speculative_tokens
-    assert any(f"serve: {number} drafts a round: " in line and f"suite {record.suite}, engine hf" in line for line in lines)
+    assert any(
+        f"serve: {number} drafts a round: " in line and f"suite {record.suite}, engine hf" in line for line in lines
+    )
     assert f'"model": "{run_dir / "drafter"}", "method": "eagle3"' in spectrain.out
 
 
 def test_jobs_of_a_sweep_may_differ_in_precision(arguments, tmp_path, capsys):
     sweep = tmp_path / "sweep"
-    more = ["trainer.precision=float32,bfloat16", "trainer.max_steps=1", "drafter.init=target", "hidden_states.shard_bytes=1125899906842624"]
+    more = [
+        "trainer.precision=float32,bfloat16",
+        "trainer.max_steps=1",
+        "drafter.init=target",
+        "hidden_states.shard_bytes=1125899906842624",
+    ]
     assert cli.main(["fit", "-m", *arguments, f"run.dir={sweep}", *more]) == 0, capsys.readouterr().err
-    losses = [json.loads((job / "metrics.jsonl").read_text().splitlines()[1])["loss"] for job in sorted(sweep.glob("trainer*"))]
+    losses = [
+        json.loads((job / "metrics.jsonl").read_text().splitlines()[1])["loss"]
+        for job in sorted(sweep.glob("trainer*"))
+    ]
     assert losses[0] != losses[1]
     assert losses[0] == pytest.approx(losses[1], rel=0.05)
 
@@ -277,7 +300,9 @@ def test_a_prompt_without_room_is_found_before_anything_is_measured(spectrain, a
         json.dumps({"turns": ["a short one"]}) + "\n" + json.dumps({"turns": ["many words " * 200]}) + "\n"
     )
     before = times(run_dir)
-    code = cli.main(["eval", *arguments, f"run.dir={run_dir}", "suite=jsonl", f"suite.prompts={tmp_path / 'long.jsonl'}"])
+    code = cli.main(
+        ["eval", *arguments, f"run.dir={run_dir}", "suite=jsonl", f"suite.prompts={tmp_path / 'long.jsonl'}"]
+    )
     err = capsys.readouterr().err
     assert (code, err.count("\n"), times(run_dir)) == (2, 1, before)
     assert "long.jsonl:2: the prompt of" in err
@@ -293,7 +318,9 @@ def test_states_that_changed_on_disk_cost_no_drafter(arguments, run_dir, capsys)
     assert "shard-00000.safetensors does not have the checksum of the index" in capsys.readouterr().err
     assert times(run_dir / "drafter") == before
     shutil.rmtree(run_dir / "hidden_states")  # as the message says
-    assert cli.main(["fit", *arguments, f"run.dir={run_dir}", "trainer.learning_rate=0.02"]) == 0, capsys.readouterr().err
+    assert cli.main(["fit", *arguments, f"run.dir={run_dir}", "trainer.learning_rate=0.02"]) == 0, (
+        capsys.readouterr().err
+    )
 
 
 def test_a_record_that_was_deleted_is_measured_again(spectrain, run_dir):

@@ -26,7 +26,18 @@ def wheel(tmp_path_factory):
 def installed(wheel, tmp_path_factory):
     """Installed by pip into a folder; its dependencies are those of this environment."""
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--quiet", "--target", str(folder), str(wheel)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--no-deps",
+        "--no-index",
+        "--quiet",
+        "--target",
+        str(folder),
+        str(wheel),
+    ]
     subprocess.run(command, check=True)
     return folder
 
@@ -45,15 +56,22 @@ def test_all_shared_files_are_inside(wheel):
         assert files
         assert {f"spectrain/_share/{file}" for file in files} <= inside
     assert "spectrain/evaluation/report/report.html.jinja" in inside
-    assert {f"spectrain/{path.relative_to(ROOT / 'spectrain')}" for path in (ROOT / "spectrain").rglob("*.py")} <= inside
+    assert {
+        f"spectrain/{path.relative_to(ROOT / 'spectrain')}" for path in (ROOT / "spectrain").rglob("*.py")
+    } <= inside
     assert not any(name.startswith(("tests/", "conf/")) for name in inside)
 
 
 def test_the_package_comes_from_the_wheel(installed, tmp_path):
     code = "from spectrain.config import folders; print(folders.__file__); print(folders.shipped_folder('recipes'))"
     environment = {**os.environ, "PYTHONPATH": str(installed), "PYTHONSAFEPATH": "1"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == [str(installed / "spectrain/config/folders.py"), str(installed / "spectrain/_share/recipes")]
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines() == [
+        str(installed / "spectrain/config/folders.py"),
+        str(installed / "spectrain/_share/recipes"),
+    ]
 
 
 def test_help_from_an_empty_directory(installed, tmp_path):

@@ -29,7 +29,24 @@ def make(folder: Path) -> list[str]:
     write_prompts(folder / "heldout.jsonl", range(16, 22))
     return [
         *("data=jsonl", f"data.train={folder / 'train.jsonl'}", f"data.heldout={folder / 'heldout.jsonl'}"),
-        *(f"target.path={target}", "target.name=tiny", "target.max_length=256", "sampling.temperature=0", "sampling.max_new_tokens=12"),
-        *("engine.batch_size=4", "engine.capture_tokens=256", "hidden_states.shard_bytes=65536", "drafter.draft_vocab_size=100"),
-        *("trainer.packed_length=256", "trainer.epochs=2", "trainer.eval_every_steps=2", "trainer.learning_rate=0.01", "suite.max_prompts=3"),
+        *(
+            f"target.path={target}",
+            "target.name=tiny",
+            "target.max_length=256",
+            "sampling.temperature=0",
+            "sampling.max_new_tokens=12",
+        ),
+        *(
+            "engine.batch_size=4",
+            "engine.capture_tokens=256",
+            "hidden_states.shard_bytes=65536",
+            "drafter.draft_vocab_size=100",
+        ),
+        *(
+            "trainer.packed_length=256",
+            "trainer.epochs=2",
+            "trainer.eval_every_steps=2",
+            "trainer.learning_rate=0.01",
+            "suite.max_prompts=3",
+        ),
     ]

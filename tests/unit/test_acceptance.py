@@ -69,7 +69,10 @@ def test_bootstrap_agrees_with_a_written_out_one():
 def test_bootstrap_is_seeded_and_narrows_with_confidence():
     top, bottom = [1, 5, 2, 7], [4, 6, 5, 8]
     assert bootstrap_ratio_interval(top, bottom, seed=1) == bootstrap_ratio_interval(top, bottom, seed=1)
-    wide, narrow = bootstrap_ratio_interval(top, bottom, confidence=0.95), bootstrap_ratio_interval(top, bottom, confidence=0.5)
+    wide, narrow = (
+        bootstrap_ratio_interval(top, bottom, confidence=0.95),
+        bootstrap_ratio_interval(top, bottom, confidence=0.5),
+    )
     assert wide[0] < narrow[0] < narrow[1] < wide[1]
 
 

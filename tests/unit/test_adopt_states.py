@@ -1,4 +1,6 @@
-"""Shards that come from outside: what belongs to stored responses is adopted byte for byte, nothing else gets into the store."""
+"""Shards that come from outside: what belongs to stored responses is adopted byte for byte, nothing else gets into the
+store.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ HEAD = random_head(dtype=torch.float32)
 
 
 def make_meta(dtype: str = "float32", **changes: object) -> StoreMeta:
-    return StoreMeta(**({"target": "t", "target_revision": "r", "config_digest": "c", "tokenizer_digest": "k", "template_digest": "p"}
+    return StoreMeta(**({"target": "t", "target_revision": "r", "config_digest": "c", "tokenizer_digest": "k", "template_digest": "p"}  # noqa: E501
                         | {"tap_ids": TAPS, "hidden_size": HIDDEN, "dtype": dtype} | changes))  # fmt: skip
 
 
@@ -36,7 +38,9 @@ def make_response(number: int, length: int) -> Response:
     random = np.random.default_rng(number)
     ids = random.integers(0, VOCAB, length).astype(np.int32)
     mask = (np.arange(length) >= 2).astype(np.uint8)
-    return Response(Conversation(id=str(number), turns=("a",)), ids, mask, "stop", SAMPLING, None, "train", f"key-{number}")
+    return Response(
+        Conversation(id=str(number), turns=("a",)), ids, mask, "stop", SAMPLING, None, "train", f"key-{number}"
+    )
 
 
 def captured(response: Response) -> torch.Tensor:
@@ -64,7 +68,9 @@ def leave_shard(folder: Path, meta: StoreMeta, documents: list[TargetStates], na
 
 
 def assert_stored(store: StoredHiddenStates, responses: list[Response]) -> None:
-    """The store holds exactly these documents with their states and the log-normalizer that belongs to the states as stored."""
+    """The store holds exactly these documents with their states and the log-normalizer that belongs to the states as
+    stored.
+    """
     assert store.keys == sorted(response.key for response in responses)
     store.verify_checksums()
     by_key = {response.key: response for response in responses}
@@ -77,7 +83,8 @@ def assert_stored(store: StoredHiddenStates, responses: list[Response]) -> None:
         assert found.taps.equal(kept[:, :2]) and found.last_hidden.equal(kept[:, 2])
         needed = [*by_key[key].loss_mask[1:].astype(bool), False]
         expected = [
-            float(torch.logsumexp(reference.logits(y.double()), 0)) if need else float("nan") for y, need in zip(kept[:, 2], needed, strict=True)
+            float(torch.logsumexp(reference.logits(y.double()), 0)) if need else float("nan")
+            for y, need in zip(kept[:, 2], needed, strict=True)
         ]
         assert found.log_normalizer is not None
         np.testing.assert_allclose(found.log_normalizer.numpy(), expected, rtol=1e-5)
@@ -153,7 +160,9 @@ def test_a_state_that_is_not_finite_is_named_and_not_stored(tmp_path: Path, dtyp
     session = Session(tmp_path, meta)
     broken = captured(responses[1])
     broken[3, 0, 5] = torch.inf
-    path = leave_shard(session.folder, meta, [document(responses[0]), document(responses[1], broken), document(responses[2])])
+    path = leave_shard(
+        session.folder, meta, [document(responses[0]), document(responses[1], broken), document(responses[2])]
+    )
     _, adopting = adopter(tmp_path, responses, meta)
     with pytest.raises(RunError, match="computed taps that are not finite for response key-1"):
         adopting.adopt(path)
@@ -232,7 +241,9 @@ def test_a_writer_that_fails_says_so_and_blocks_nobody(tmp_path: Path, monkeypat
     writer.close()
 
 
-def test_a_disk_so_full_that_it_does_not_take_the_reason_is_heard_of_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_so_full_that_it_does_not_take_the_reason_is_heard_of_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Files can be made there, but not filled."""
     meta = make_meta()
     session = Session(tmp_path, meta)

@@ -95,7 +95,9 @@ def test_flex_on_a_gpu_forward_and_backward(layout: str, own: int) -> None:
 def test_without_queries_there_is_nothing(backend: str, own: int) -> None:
     document_ids = torch.tensor([0, 0, 1])
     q, k, own_k = torch.zeros(0, N, D), torch.randn(3, G, D), [torch.zeros(0, G, D)] * own
-    out = unrolled_attention(q, k, k, own_k, own_k, ColumnLayout.build(torch.zeros(0, dtype=torch.long), document_ids), backend)
+    out = unrolled_attention(
+        q, k, k, own_k, own_k, ColumnLayout.build(torch.zeros(0, dtype=torch.long), document_ids), backend
+    )
     assert out.shape == (0, N, D)
 
 
@@ -105,4 +107,6 @@ def test_one_layout_serves_several_calls() -> None:
     for backend in ("eager", "sdpa"):
         for own in (0, 2, 1, 0):
             case = Case("one document", own)
-            torch.testing.assert_close(unrolled_attention(*case.parts(), layout, backend), case.reference(), rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(
+                unrolled_attention(*case.parts(), layout, backend), case.reference(), rtol=1e-10, atol=1e-12
+            )

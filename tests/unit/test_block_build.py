@@ -1,4 +1,6 @@
-"""How a block drafter begins: shape by method, taps, mask token, parts of the target; and what its configuration refuses."""
+"""How a block drafter begins: shape by method, taps, mask token, parts of the target; and what its configuration
+refuses.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,12 @@ def test_methods_are_settings_of_one_shape(spec: TargetSpec) -> None:
     assert (dflash.num_drafts, dspark.num_drafts, dflash2.num_drafts) == (7, 8, 7)
     assert [dflash.slots(3), dspark.slots(3)] == [4, 3]
     assert dflash.markov is dflash.conv is dflash.selector is None and not dflash.confidence
-    assert dspark.markov is not None and dspark.markov.kind == "vanilla" and dspark.confidence and dspark.confidence_with_markov
+    assert (
+        dspark.markov is not None
+        and dspark.markov.kind == "vanilla"
+        and dspark.confidence
+        and dspark.confidence_with_markov
+    )
     assert dflash2.conv is not None and spec.hidden_size % dflash2.conv.group_size == 0 and dflash2.selector is not None
     assert all(one.layer.layer_type == "qwen3" and one.mask_token_id == 7 for one in (dflash, dspark, dflash2))
     assert not shape(spec, "dflash").causal and shape(spec, "dflash", BlockConfig(sliding_window=9)).causal
@@ -72,14 +79,26 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"block": BlockConfig(block_size=4)}, r"drafter\.block\.block_size is a block drafter's"),
     ({"method": "dflash", "block": BlockConfig(markov="vanilla")}, r"drafter\.block\.markov is dspark's"),
     ({"method": "dspark", "block": BlockConfig(conv_kernel_size=2)}, r"drafter\.block\.conv_kernel_size is dflash2's"),
-    ({"method": "dflash", "loss": LossConfig(step_decay=0.5)}, r"drafter\.loss\.step_decay is an autoregressive drafter's"),
-    ({"method": "dflash", "block": BlockConfig(d_pace=True, decay=2.0)}, r"block\.decay has no effect with drafter\.block\.d_pace=True"),
-    ({"method": "dflash", "block": BlockConfig(d_pace_smoothing=0.1)}, r"d_pace_smoothing has no effect with drafter\.block\.d_pace=False"),
+    (
+        {"method": "dflash", "loss": LossConfig(step_decay=0.5)},
+        r"drafter\.loss\.step_decay is an autoregressive drafter's",
+    ),
+    (
+        {"method": "dflash", "block": BlockConfig(d_pace=True, decay=2.0)},
+        r"block\.decay has no effect with drafter\.block\.d_pace=True",
+    ),
+    (
+        {"method": "dflash", "block": BlockConfig(d_pace_smoothing=0.1)},
+        r"d_pace_smoothing has no effect with drafter\.block\.d_pace=False",
+    ),
     (
         {"method": "dspark", "block": BlockConfig(markov="none", markov_rank=8)},
         r"markov_rank has no effect with drafter\.block\.markov=none",
     ),
-    ({"method": "dspark", "block": BlockConfig(confidence=False, confidence_weight=2.0)}, "confidence_weight has no effect"),
+    (
+        {"method": "dspark", "block": BlockConfig(confidence=False, confidence_weight=2.0)},
+        "confidence_weight has no effect",
+    ),
     ({"method": "dflash", "layer_type": "llama"}, "layer_type=llama"),
     ({"method": "dflash", "block": BlockConfig(sample_from_anchor=True)}, "only dspark drafts from the anchor's slot"),
     ({"method": "dspark", "block": BlockConfig(sliding_window=64, causal=False)}, "causal=false"),
@@ -94,7 +113,9 @@ def test_what_a_method_does_not_have_is_refused(fields: dict[str, Any], message:
         DrafterConfig(**fields)
 
 
-@pytest.mark.parametrize("name", ["block_size", "anchors", "markov_rank", "sliding_window", "decay", "mask_token_id", "conv_group_size"])
+@pytest.mark.parametrize(
+    "name", ["block_size", "anchors", "markov_rank", "sliding_window", "decay", "mask_token_id", "conv_group_size"]
+)
 def test_numbers_out_of_range_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=name):
         BlockConfig(**{name: -1})
@@ -132,9 +153,18 @@ def test_it_starts_from_the_targets_last_layers(folder: Path, spec: TargetSpec) 
     drafter, head = built(folder, spec, DrafterConfig(method="dspark", num_layers=2, draft_vocab_size=40))
     reader = CheckpointReader(folder)
     for index, layer in enumerate(drafter.body.layers):
-        names = ["self_attn.q_proj", "self_attn.o_proj", "self_attn.k_norm", "mlp.up_proj", "input_layernorm", "post_attention_layernorm"]
+        names = [
+            "self_attn.q_proj",
+            "self_attn.o_proj",
+            "self_attn.k_norm",
+            "mlp.up_proj",
+            "input_layernorm",
+            "post_attention_layernorm",
+        ]
         for name in names:
-            assert torch.equal(layer.get_submodule(name).weight, reader.get(f"model.layers.{7 + index}.{name}.weight")), name
+            assert torch.equal(
+                layer.get_submodule(name).weight, reader.get(f"model.layers.{7 + index}.{name}.weight")
+            ), name
     assert torch.equal(drafter.body.norm.weight, head.norm_weight)
     assert torch.equal(drafter.body.hidden_norm.weight, reader.get("model.layers.8.input_layernorm.weight"))
     assert torch.equal(drafter.body.lm_head.weight, head.lm_head_weight[3:43])
@@ -150,7 +180,9 @@ def test_gains_of_a_one_plus_family_are_converted(tmp_path: Path) -> None:
     layer = drafter.body.layers[0]
     assert torch.equal(drafter.body.norm.weight, 1 + head.norm_weight)
     assert torch.equal(layer.input_layernorm.weight, 1 + reader.get("model.layers.3.input_layernorm.weight"))
-    assert torch.equal(layer.post_attention_layernorm.weight, 1 + reader.get("model.layers.3.pre_feedforward_layernorm.weight"))
+    assert torch.equal(
+        layer.post_attention_layernorm.weight, 1 + reader.get("model.layers.3.pre_feedforward_layernorm.weight")
+    )
     assert torch.equal(layer.self_attn.q_norm.weight, 1 + reader.get("model.layers.3.self_attn.q_norm.weight"))
 
 
@@ -162,13 +194,17 @@ def test_other_shapes_and_random_starts_leave_the_target_alone(folder: Path, spe
     assert torch.equal(random.body.norm.weight, torch.ones(32))
     again, _ = built(folder, spec, DrafterConfig(method="dflash", init="random"))
     other, _ = built(folder, spec, DrafterConfig(method="dflash", init="random"), seed=1)
-    assert torch.equal(random.body.fc.weight, again.body.fc.weight) and not torch.equal(random.body.fc.weight, other.body.fc.weight)
+    assert torch.equal(random.body.fc.weight, again.body.fc.weight) and not torch.equal(
+        random.body.fc.weight, other.body.fc.weight
+    )
 
 
 def test_training_goes_on_from_a_folder(folder: Path, spec: TargetSpec, tmp_path: Path) -> None:
     drafter, head = built(folder, spec, DrafterConfig(method="dspark", block=BlockConfig(block_size=6, markov_rank=4)))
     save_drafter(drafter.bfloat16(), tmp_path / "d", target="t", target_architectures=(), num_speculative_tokens=3)
-    found = continue_drafter(DrafterConfig(method="dspark", path=str(tmp_path / "d"), block=BlockConfig(anchors=9, decay=2.0)), head)
+    found = continue_drafter(
+        DrafterConfig(method="dspark", path=str(tmp_path / "d"), block=BlockConfig(anchors=9, decay=2.0)), head
+    )
     assert isinstance(found, BlockDrafter) and found.training and found.body.fc.weight.dtype == torch.float32
     assert found.shape == drafter.shape and (found.options.anchors, found.options.decay) == (9, 2.0)
     assert found.loss_terms == ["ce", "tv", "confidence"] and found.training_steps == 6

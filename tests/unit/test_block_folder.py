@@ -20,7 +20,12 @@ from spectrain.errors import InputError
 
 def save(drafter: BlockDrafter, folder: Path, **facts: Any) -> Path:
     save_drafter(
-        drafter, folder, target="org/target", target_architectures=("LlamaForCausalLM",), num_speculative_tokens=4, facts=facts or None
+        drafter,
+        folder,
+        target="org/target",
+        target_architectures=("LlamaForCausalLM",),
+        num_speculative_tokens=4,
+        facts=facts or None,
     )
     return folder
 
@@ -51,7 +56,9 @@ def test_saved_and_loaded_is_the_same_bits(tmp_path: Path, options: BlockOptions
         one.observe(cache, torch.zeros(2, 7, dtype=torch.long), taps, torch.tensor([7, 5]))
         streams = [torch.Generator().manual_seed(b) for b in range(2)]
         proposals.append(one.propose(cache, torch.tensor([1, 2]), 4, SamplingParams(temperature=1.0), streams))
-    assert torch.equal(proposals[0].log_probs, proposals[1].log_probs) and torch.equal(proposals[0].ids, proposals[1].ids)
+    assert torch.equal(proposals[0].log_probs, proposals[1].log_probs) and torch.equal(
+        proposals[0].ids, proposals[1].ids
+    )
     if options.confidence:
         assert torch.equal(proposals[0].confidence, proposals[1].confidence)
 
@@ -70,7 +77,11 @@ def test_fields_that_vllm_reads(tmp_path: Path) -> None:
     assert (plain["mask_token_id"], plain["block_size"], plain["sample_from_anchor"]) == (5, 5, False)
     assert plain["sliding_window_non_causal"] is True
     layer = plain["transformer_layer_config"]
-    assert layer["model_type"] == "qwen3" and layer["layer_types"] == ["full_attention"] * 2 and layer["vocab_size"] == VOCAB
+    assert (
+        layer["model_type"] == "qwen3"
+        and layer["layer_types"] == ["full_attention"] * 2
+        and layer["vocab_size"] == VOCAB
+    )
     assert plain["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 4
 
     window = config_of(BlockOptions(window=7, causal=True), tmp_path / "window")
@@ -90,9 +101,14 @@ def test_fields_that_vllm_reads(tmp_path: Path) -> None:
 
 
 def test_tensors_have_the_names_and_shapes_of_the_checkpoint(tmp_path: Path) -> None:
-    """As the table of tensors that vLLM loads has them; the target's embedding and a full vocabulary's head are not among them."""
+    """As the table of tensors that vLLM loads has them; the target's embedding and a full vocabulary's head are not
+    among them.
+    """
     spark = load_file(
-        save(random_block_drafter(BlockOptions(method="dspark", markov="vanilla", reduced=True, confidence=True)), tmp_path / "a")
+        save(
+            random_block_drafter(BlockOptions(method="dspark", markov="vanilla", reduced=True, confidence=True)),
+            tmp_path / "a",
+        )
         / "model.safetensors"
     )
     shapes = {name: tuple(tensor.shape) for name, tensor in spark.items() if not name.startswith("layers.1.")}
@@ -133,7 +149,10 @@ def test_tensors_have_the_names_and_shapes_of_the_checkpoint(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("field", "message"),
-    [("mask_token_id", "'mask_token_id' is missing"), ("aux_hidden_state_layer_ids", "'aux_hidden_state_layer_ids' is missing")],
+    [
+        ("mask_token_id", "'mask_token_id' is missing"),
+        ("aux_hidden_state_layer_ids", "'aux_hidden_state_layer_ids' is missing"),
+    ],
 )
 def test_a_missing_field_is_named(tmp_path: Path, field: str, message: str) -> None:
     folder = save(random_block_drafter(), tmp_path / "drafter")
@@ -160,14 +179,39 @@ NONSENSE: list[tuple[BlockOptions, str, tuple[Any, ...], str]] = [
     (BlockOptions(), f"{LAYER}.rms_norm_eps", (None, -1, "x"), "rms_norm_eps is "),
     (BlockOptions(), f"{LAYER}.max_position_embeddings", (None, 0), "max_position_embeddings is "),
     (BlockOptions(), f"{LAYER}.layer_types", (["chunked"], "full_attention"), "layer_types is "),
-    (BlockOptions(), f"{LAYER}.rope_parameters", ({"rope_type": "spiral", "rope_theta": 1.0},), "rope_type is 'spiral'"),
-    (BlockOptions(), f"{LAYER}.rope_parameters", ({"rope_type": "yarn", "rope_theta": 1.0},), "rope_type 'yarn': .*factor"),
-    (BlockOptions(), f"{LAYER}.rope_parameters", ({"rope_type": "linear", "rope_theta": 1.0, "factor": 0},), "frequencies .* not finite"),
-    (BlockOptions(), f"{LAYER}.rope_parameters", ({"rope_type": "linear", "rope_theta": 1.0, "factor": "x"},), "rope_type 'linear': "),
+    (
+        BlockOptions(),
+        f"{LAYER}.rope_parameters",
+        ({"rope_type": "spiral", "rope_theta": 1.0},),
+        "rope_type is 'spiral'",
+    ),
+    (
+        BlockOptions(),
+        f"{LAYER}.rope_parameters",
+        ({"rope_type": "yarn", "rope_theta": 1.0},),
+        "rope_type 'yarn': .*factor",
+    ),
+    (
+        BlockOptions(),
+        f"{LAYER}.rope_parameters",
+        ({"rope_type": "linear", "rope_theta": 1.0, "factor": 0},),
+        "frequencies .* not finite",
+    ),
+    (
+        BlockOptions(),
+        f"{LAYER}.rope_parameters",
+        ({"rope_type": "linear", "rope_theta": 1.0, "factor": "x"},),
+        "rope_type 'linear': ",
+    ),
     (BlockOptions(), f"{LAYER}.rope_parameters", ({"rope_type": "default", "rope_theta": "x"},), "rope_theta is 'x'"),
     (BlockOptions(window=4), f"{LAYER}.sliding_window", (0, None, "4"), "sliding_window is "),
     (BlockOptions(), "spectrain", ("x", [1]), "spectrain is "),
-    (DSPARK, "spectrain", ({"confidence_temperatures": [1.0, 0]}, {"confidence_temperatures": ["a"]}), "confidence_temperatures is "),
+    (
+        DSPARK,
+        "spectrain",
+        ({"confidence_temperatures": [1.0, 0]}, {"confidence_temperatures": ["a"]}),
+        "confidence_temperatures is ",
+    ),
     (DSPARK, "markov_head_type", ("attention", 5), "markov_head_type is "),
     (DSPARK, "markov_rank", (-1, "3"), "markov_rank is "),
     (DSPARK, "enable_confidence_head", ("yes",), "must be true or false"),
@@ -178,7 +222,9 @@ NONSENSE: list[tuple[BlockOptions, str, tuple[Any, ...], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("options", "field", "values", "message"), NONSENSE, ids=[f"{case[1]}={case[2]}" for case in NONSENSE])
+@pytest.mark.parametrize(
+    ("options", "field", "values", "message"), NONSENSE, ids=[f"{case[1]}={case[2]}" for case in NONSENSE]
+)
 def test_a_field_that_makes_no_sense_is_named(
     tmp_path: Path, options: BlockOptions, field: str, values: tuple[Any, ...], message: str
 ) -> None:
@@ -194,7 +240,10 @@ def test_a_field_that_makes_no_sense_is_named(
 
 
 def test_weights_that_cannot_be_computed_with_are_refused(tmp_path: Path) -> None:
-    file = save(random_block_drafter(BlockOptions(reduced=True), dtype=torch.float32), tmp_path / "drafter") / "model.safetensors"
+    file = (
+        save(random_block_drafter(BlockOptions(reduced=True), dtype=torch.float32), tmp_path / "drafter")
+        / "model.safetensors"
+    )
     tensors = load_file(file)
     for name, broken, message in (
         ("fc.weight", tensors["fc.weight"].int(), "of type torch.int32"),
@@ -223,7 +272,9 @@ def test_mixed_layers_and_missing_tensors_are_refused(tmp_path: Path) -> None:
 
 
 def test_greedy_drafts_survive_bfloat16_storage(tmp_path: Path) -> None:
-    """A folder loaded in float32 turns by the same rotary phases as one in bfloat16: late positions would differ by radians otherwise."""
+    """A folder loaded in float32 turns by the same rotary phases as one in bfloat16: late positions would differ by
+    radians otherwise.
+    """
     drafter = random_block_drafter(BlockOptions(), dtype=torch.bfloat16)
     found = load_drafter(save(drafter, tmp_path / "drafter")).float()
     found.attach(drafter.head.float())

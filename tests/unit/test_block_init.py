@@ -1,4 +1,6 @@
-"""The closed-form initialisation of block drafters: heads look where they should, and what they carry predicts a world that is linear."""
+"""The closed-form initialisation of block drafters: heads look where they should, and what they carry predicts a world
+that is linear.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -87,7 +89,9 @@ def test_predicts_unseen_text_of_a_linear_world(method: str, heads: tuple[int, i
     assert model.closed_form_init(batches(texts)) > 400
     after = agreement(model, unseen)
     assert all(new > old for new, old in zip(after, before, strict=True))
-    assert max(before[model.shape.sample_from_anchor :]) < 0.5  # the anchor's own slot holds its embedding, which is near
+    assert (
+        max(before[model.shape.sample_from_anchor :]) < 0.5
+    )  # the anchor's own slot holds its embedding, which is near
     assert after[0] > 0.8 and min(after[:3]) > 0.7
     model.train_losses(unseen).loss.backward()
     for name, parameter in model.named_parameters():
@@ -134,7 +138,10 @@ def test_heads_look_at_the_anchor_and_the_last_context_token(method: str, number
     if number == 0:
         for head_number in (0, 2):
             assert float(at_anchor[head_number].min()) > 0.95
-            assert float(at_anchor[head_number + 1, :gate].min()) > 0.6 and float(at_anchor[head_number + 1, gate + 1 :].max()) < 0.1
+            assert (
+                float(at_anchor[head_number + 1, :gate].min()) > 0.6
+                and float(at_anchor[head_number + 1, gate + 1 :].max()) < 0.1
+            )
     for head_number in (4,) if number == 0 else (0, 2, 4):
         # Scores fall with the logarithm of the distance: late slots spread over the last few tokens.
         assert float(at_last[head_number, :2].min()) > (0.95 if number == 0 else 0.7)

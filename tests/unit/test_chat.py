@@ -1,7 +1,7 @@
 """Chat templates: what is supervised is what the target produces, in the styles of several model families.
 
-Each style is written after the published template of its family. The tokenizers are small byte-level ones, whose ids can be read back as
-text.
+Each style is written after the published template of its family. The tokenizers are small byte-level ones, whose ids
+can be read back as text.
 """
 
 from __future__ import annotations
@@ -29,20 +29,24 @@ LLAMA3 = (
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
 GEMMA = (  # no system role; the turn ends with a token that is not the tokenizer's end token
-    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% "
+    "endif %}"
     "{% for message in messages %}<start_of_turn>{{ 'model' if message['role'] == 'assistant' else message['role'] }}\n"
-    "{{ message['content'] | trim }}<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+    "{{ message['content'] | trim }}<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% "
+    "endif %}"
 )
 QWEN3 = (  # thinking is kept after the last user turn only, where an empty block stands for none
     "{% for message in messages %}{% if message.role == 'assistant' %}"
     "{% set parts = message.content.split('</think>') %}"
     "{% set thought = parts[0].split('<think>')[-1].strip('\n') if parts | length > 1 else '' %}"
-    "<|im_start|>assistant\n{% if loop.last %}<think>\n{{ thought }}\n</think>\n\n{% endif %}{{ parts[-1].lstrip('\n') }}<|im_end|>\n"
+    "<|im_start|>assistant\n{% if loop.last %}<think>\n{{ thought }}\n</think>\n\n{% endif %}{{ "
+    "parts[-1].lstrip('\n') }}<|im_end|>\n"
     "{% else %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 MISTRAL = (  # the space before the answer belongs to the template, the answer's end is the tokenizer's end token
-    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}[INST] {{ message['content'] }} [/INST]"
+    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}[INST] {{ message['content'] }} "
+    "[/INST]"
     "{% else %} {{ message['content'] }}{{ eos_token }}{% endif %}{% endfor %}"
 )
 GLM = (  # nothing ends the answer but the next role, which is an end token of the model
@@ -51,11 +55,21 @@ GLM = (  # nothing ends the answer but the next role, which is an end token of t
 )
 SPECIAL = {
     "chatml": (CHATML, ("<|im_start|>", "<|im_end|>", "<|endoftext|>"), "<|endoftext|>", "<|im_end|>"),
-    "llama3": (LLAMA3, ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"), "<|begin_of_text|>", "<|eot_id|>"),
+    "llama3": (
+        LLAMA3,
+        ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+        "<|begin_of_text|>",
+        "<|eot_id|>",
+    ),
     "gemma": (GEMMA, ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"), "<bos>", "<eos>"),
     "qwen3": (QWEN3, ("<|im_start|>", "<|im_end|>", "<|endoftext|>"), "<|endoftext|>", "<|im_end|>"),
     "mistral": (MISTRAL, ("<s>", "</s>"), "<s>", "</s>"),
-    "glm": (GLM, ("<|endoftext|>", "[gMASK]", "<|system|>", "<|user|>", "<|assistant|>"), "<|endoftext|>", "<|endoftext|>"),
+    "glm": (
+        GLM,
+        ("<|endoftext|>", "[gMASK]", "<|system|>", "<|user|>", "<|assistant|>"),
+        "<|endoftext|>",
+        "<|endoftext|>",
+    ),
 }
 END_OF_TURN = {
     "chatml": "<|im_end|>",
@@ -66,24 +80,33 @@ END_OF_TURN = {
     "glm": "<|user|>",
 }
 STYLES = list(SPECIAL)
-MODERN_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+MODERN_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"  # noqa: E501
 TURNS = ("What is 2 + 2?", "And in words?\n\n<b>Please</b>", "Thanks.")
 ANSWERS = ("4.", "Four,\n\n  or „vier“ 🙂.", "You are welcome!")
 
 
 def make_tokenizer(style: str, trim_offsets: bool = False, modern: bool = True) -> PreTrainedTokenizerFast:
-    """Byte-level BPE whose merges include runs of blanks and line feeds. ``modern``: split like Llama 3 and Qwen, else like GPT-2."""
+    """Byte-level BPE whose merges include runs of blanks and line feeds. ``modern``: split like Llama 3 and Qwen, else
+    like GPT-2.
+    """
     template, special, bos, eos = SPECIAL[style]
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(MODERN_SPLIT), behavior="isolated")
     bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_only]) if modern else pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = (
+        pre_tokenizers.Sequence([split, bytes_only]) if modern else pre_tokenizers.ByteLevel(add_prefix_space=False)
+    )
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=trim_offsets)
     trainer = trainers.BpeTrainer(
-        vocab_size=320, special_tokens=list(special), initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=320,
+        special_tokens=list(special),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
-    tokenizer.train_from_iterator(["user assistant model system", "x\n\nx\n\nx\n\n\nx    x    x        x", *TURNS, *ANSWERS], trainer)
+    tokenizer.train_from_iterator(
+        ["user assistant model system", "x\n\nx\n\nx\n\n\nx    x    x        x", *TURNS, *ANSWERS], trainer
+    )
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=bos, eos_token=eos, chat_template=template)
 
 
@@ -99,7 +122,9 @@ def encode(template: ChatTemplate, text: str) -> list[int]:
 
 def rendered(template: ChatTemplate, conversation: Conversation) -> list[int]:
     """The whole conversation by transformers alone."""
-    chat: list[dict[str, Any]] = [] if conversation.system is None else [{"role": "system", "content": conversation.system}]
+    chat: list[dict[str, Any]] = (
+        [] if conversation.system is None else [{"role": "system", "content": conversation.system}]
+    )
     for turn, answer in zip(conversation.turns, conversation.answers or (), strict=True):
         chat += [{"role": "user", "content": turn}, {"role": "assistant", "content": answer}]
     return template.tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False)  # type: ignore[no-any-return]
@@ -116,7 +141,9 @@ def supervised_texts(template: ChatTemplate, ids: list[int], mask: list[int]) ->
 
 
 def conversation(turns: int = 3, system: str | None = None, answers: tuple[str, ...] | None = ANSWERS) -> Conversation:
-    return Conversation(id="c", turns=TURNS[:turns], system=system, answers=answers and answers[:turns], source="file.jsonl:7")
+    return Conversation(
+        id="c", turns=TURNS[:turns], system=system, answers=answers and answers[:turns], source="file.jsonl:7"
+    )
 
 
 # Prompts to be answered
@@ -127,7 +154,9 @@ def test_first_prompt_is_the_generation_prompt_of_the_template(style: str) -> No
     template = make_template(style)
     for system in (None, "Be brief.") if style != "gemma" else (None,):
         chat = [{"role": "system", "content": system}] * (system is not None) + [{"role": "user", "content": TURNS[0]}]
-        expected = template.tokenizer.apply_chat_template(chat, tokenize=True, add_generation_prompt=True, return_dict=False)
+        expected = template.tokenizer.apply_chat_template(
+            chat, tokenize=True, add_generation_prompt=True, return_dict=False
+        )
         assert template.first_prompt_ids(conversation(system=system, answers=None)) == expected
 
 
@@ -156,7 +185,9 @@ def test_next_prompt_after_another_end_token_and_after_a_truncated_answer() -> N
     end_of_text = tokenizer.convert_tokens_to_ids("<|endoftext|>")
     template = ChatTemplate(tokenizer, [end_of_text])
     prompt = template.first_prompt_ids(conversation())
-    assert tokenizer.decode(template.next_prompt_ids(conversation(), 1, [*prompt, end_of_text])) == NEXT_PROMPTS["chatml"]
+    assert (
+        tokenizer.decode(template.next_prompt_ids(conversation(), 1, [*prompt, end_of_text])) == NEXT_PROMPTS["chatml"]
+    )
     for truncated in ([], prompt, encode(template, "4 and")):
         with pytest.raises(ValueError, match="truncated"):
             template.next_prompt_ids(conversation(), 1, truncated)
@@ -164,18 +195,25 @@ def test_next_prompt_after_another_end_token_and_after_a_truncated_answer() -> N
 
 def test_the_placeholder_is_no_word_of_the_conversation() -> None:
     template = make_template("chatml")
-    tricky = Conversation(id="c", turns=("placeholder", "placeholderx placeholder"), answers=("a placeholder", "placeholderxx"))
+    tricky = Conversation(
+        id="c", turns=("placeholder", "placeholderx placeholder"), answers=("a placeholder", "placeholderxx")
+    )
     so_far = [*template.first_prompt_ids(tricky), *encode(template, "x<|im_end|>")]
     expected = "\n<|im_start|>user\nplaceholderx placeholder<|im_end|>\n<|im_start|>assistant\n"
     assert template.tokenizer.decode(template.next_prompt_ids(tricky, 1, so_far)) == expected
-    assert supervised_texts(template, *template.render_answered(tricky)) == ["a placeholder<|im_end|>", "placeholderxx<|im_end|>"]
+    assert supervised_texts(template, *template.render_answered(tricky)) == [
+        "a placeholder<|im_end|>",
+        "placeholderxx<|im_end|>",
+    ]
 
 
 def test_template_that_hides_earlier_answers() -> None:
     tokenizer = make_tokenizer("chatml")
     tokenizer.chat_template = "{{ messages[-1]['content'] }}<|im_end|>"
     template = ChatTemplate(tokenizer)
-    with pytest.raises(InputError, match=r"file\.jsonl:7: .* does not show the answer of turn 1 once in the prompt of turn 2"):
+    with pytest.raises(
+        InputError, match=r"file\.jsonl:7: .* does not show the answer of turn 1 once in the prompt of turn 2"
+    ):
         template.next_prompt_ids(conversation(), 1, [tokenizer.eos_token_id])
 
 
@@ -225,11 +263,15 @@ def test_white_space_around_an_answer(trim_offsets: bool) -> None:
     prompt = kept.first_prompt_ids(whole)
     assert ids[: len(prompt)] == prompt
     assert rendered(kept, whole)[: len(prompt)] != prompt
-    assert supervised_texts(trimmed, *trimmed.render_answered(whole)) == [answer.strip() + "<|eot_id|>" for answer in answers]
+    assert supervised_texts(trimmed, *trimmed.render_answered(whole)) == [
+        answer.strip() + "<|eot_id|>" for answer in answers
+    ]
 
 
 def test_prompt_whose_end_a_tokenizer_splits_once_an_answer_follows() -> None:
-    """GPT-2's rule takes "\\n\\n" as one token at the end of a text and as two before a word; a server sees the end of the text."""
+    """GPT-2's rule takes "\\n\\n" as one token at the end of a text and as two before a word; a server sees the end of
+    the text.
+    """
     template = ChatTemplate(make_tokenizer("llama3", modern=False))
     ids, mask = template.render_answered(conversation(1))
     prompt = template.first_prompt_ids(conversation(1))
@@ -319,7 +361,9 @@ def test_tools_reach_the_template() -> None:
     tokenizer = make_tokenizer("chatml")
     tokenizer.chat_template = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML
     with_tools = Conversation(id="c", turns=("a",), tools=({"name": "f"},))
-    assert tokenizer.decode(ChatTemplate(tokenizer).first_prompt_ids(with_tools)).startswith('[{"name": "f"}]<|im_start|>')
+    assert tokenizer.decode(ChatTemplate(tokenizer).first_prompt_ids(with_tools)).startswith(
+        '[{"name": "f"}]<|im_start|>'
+    )
 
 
 def test_tokenizer_without_template() -> None:
@@ -344,7 +388,12 @@ def test_end_tokens() -> None:
 
 def test_digest_follows_template_and_special_tokens() -> None:
     digests = []
-    for template, eos in ((CHATML, "<|im_end|>"), (CHATML, "<|im_end|>"), (CHATML + " ", "<|im_end|>"), (CHATML, "<|endoftext|>")):
+    for template, eos in (
+        (CHATML, "<|im_end|>"),
+        (CHATML, "<|im_end|>"),
+        (CHATML + " ", "<|im_end|>"),
+        (CHATML, "<|endoftext|>"),
+    ):
         tokenizer = make_tokenizer("chatml")
         tokenizer.chat_template, tokenizer.eos_token = template, eos
         digests.append(ChatTemplate(tokenizer).digest)

@@ -1,4 +1,6 @@
-"""The self-check of a served target's states: passes for the target's own, names the layer and the position for others."""
+"""The self-check of a served target's states: passes for the target's own, names the layer and the position
+for others.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> tuple[TargetConfig, Reso
 
 
 def captured(target: tuple[TargetConfig, ResolvedTarget], taps: tuple[int, ...]) -> list[CheckDocument]:
-    """Reference implementation: hidden states and greedy tokens of the unmodified model, as a server would give them."""
+    """Reference implementation: hidden states and greedy tokens of the unmodified model, as a server would
+    give them.
+    """
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(str(target[1].folder), dtype=torch.float32)
@@ -64,12 +68,15 @@ def test_the_targets_own_states_pass(target: tuple[TargetConfig, ResolvedTarget]
     made.compare(captured(target, TAPS))
 
 
-@pytest.mark.parametrize(("taps", "tap", "layer"), [((2, 3, 4), 1, 2), ((0, 1, 3), 1, 0), ((1, 3, 4), 2, 3), ((1, 2, 3), 4, 3)])
+@pytest.mark.parametrize(
+    ("taps", "tap", "layer"), [((2, 3, 4), 1, 2), ((0, 1, 3), 1, 0), ((1, 3, 4), 2, 3), ((1, 2, 3), 4, 3)]
+)
 def test_states_of_another_layer_are_named(
     target: tuple[TargetConfig, ResolvedTarget], taps: tuple[int, ...], tap: int, layer: int
 ) -> None:
     with pytest.raises(
-        RunError, match=rf"as tap {tap} is not .* after {tap} layers \(it is the one after {layer} layers\).* at position 0 "
+        RunError,
+        match=rf"as tap {tap} is not .* after {tap} layers \(it is the one after {layer} layers\).* at position 0 ",
     ):
         check(target, "taps").compare(captured(target, taps))
 
@@ -80,7 +87,9 @@ def stored(documents: list[CheckDocument], dtype: str) -> list[CheckDocument]:
         replace(
             document,
             states=replace(
-                document.states, taps=as_stored(document.states.taps, dtype), last_hidden=as_stored(document.states.last_hidden, dtype)
+                document.states,
+                taps=as_stored(document.states.taps, dtype),
+                last_hidden=as_stored(document.states.last_hidden, dtype),
             ),
         )
         for document in documents
@@ -89,7 +98,9 @@ def stored(documents: list[CheckDocument], dtype: str) -> list[CheckDocument]:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 @pytest.mark.parametrize("method", ["taps", "greedy"])
-def test_storing_in_fewer_bits_is_no_difference(target: tuple[TargetConfig, ResolvedTarget], dtype: str, method: str) -> None:
+def test_storing_in_fewer_bits_is_no_difference(
+    target: tuple[TargetConfig, ResolvedTarget], dtype: str, method: str
+) -> None:
     check(target, method, dtype).compare(stored(captured(target, TAPS), dtype))
     if method == "taps":
         with pytest.raises(RunError, match=r"as tap 1 is not .* after 1 layers \(it is the one after 2 layers\)"):
@@ -111,11 +122,17 @@ def test_one_wrong_row_is_found(target: tuple[TargetConfig, ResolvedTarget], val
 
 
 @pytest.mark.parametrize("method", ["taps", "greedy"])
-def test_a_last_hidden_state_that_is_not_the_heads_input_is_found(target: tuple[TargetConfig, ResolvedTarget], method: str) -> None:
+def test_a_last_hidden_state_that_is_not_the_heads_input_is_found(
+    target: tuple[TargetConfig, ResolvedTarget], method: str
+) -> None:
     documents = captured(target, TAPS)
     other = documents[1].states.taps[:, 1]
     documents[1] = replace(documents[1], states=replace(documents[1].states, last_hidden=other))
-    match = "last_hidden is not .* document 1" if method == "taps" else r"position 1 of document document 1 .* last_hidden \(layer 4\)"
+    match = (
+        "last_hidden is not .* document 1"
+        if method == "taps"
+        else r"position 1 of document document 1 .* last_hidden \(layer 4\)"
+    )
     with pytest.raises(RunError, match=match):
         check(target, method).compare(documents)
 

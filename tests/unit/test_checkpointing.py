@@ -1,4 +1,6 @@
-"""Checkpoints: weights and optimiser state come back bit for bit, a kill leaves the one before, another model's are refused."""
+"""Checkpoints: weights and optimiser state come back bit for bit, a kill leaves the one before, another model's are
+refused.
+"""
 
 from __future__ import annotations
 
@@ -120,7 +122,9 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("call", [0, 1, 2])
-def test_a_kill_while_writing_leaves_the_checkpoint_before(tmp_path: Path, call: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kill_while_writing_leaves_the_checkpoint_before(
+    tmp_path: Path, call: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Killed at the first flush, at a later one, or at the rename: step 1 is what is found."""
     training = Training()
     training.step()
@@ -145,7 +149,9 @@ def test_a_kill_while_writing_leaves_the_checkpoint_before(tmp_path: Path, call:
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]  # leftovers are gone
 
 
-def test_a_kill_while_a_checkpoint_of_the_same_step_is_rewritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kill_while_a_checkpoint_of_the_same_step_is_rewritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     training = Training()
     training.step()
     training.save(tmp_path, 1)

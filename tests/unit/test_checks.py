@@ -31,7 +31,13 @@ def workplace(tmp_path, monkeypatch, target):
     write_prompts(tmp_path / "train.jsonl", range(8))
     write_prompts(tmp_path / "heldout.jsonl", range(8, 12))
     return [
-        *("data=jsonl", "data.train=train.jsonl", "data.heldout=heldout.jsonl", f"target.path={target}", "target.max_length=256"),
+        *(
+            "data=jsonl",
+            "data.train=train.jsonl",
+            "data.heldout=heldout.jsonl",
+            f"target.path={target}",
+            "target.max_length=256",
+        ),
         *("sampling.max_new_tokens=16", "run.dir=run", "drafter.draft_vocab_size=100"),
     ]
 
@@ -68,7 +74,10 @@ def test_a_dry_run_prints_the_plan_and_touches_nothing(capsys, workplace, tmp_pa
     ("argument", "message"),
     [
         ("drafter.draft_vocab_size=305", "drafter.draft_vocab_size=305 is larger than the target's vocabulary of 304"),
-        ("drafter.taps=[2,8]", "drafter.taps=[2, 8]: 8 lies beyond the last layer; the target has 7 layers, so taps run from 0 to 7"),
+        (
+            "drafter.taps=[2,8]",
+            "drafter.taps=[2, 8]: 8 lies beyond the last layer; the target has 7 layers, so taps run from 0 to 7",
+        ),
     ],
 )
 def test_a_drafter_that_does_not_fit_the_target(capsys, workplace, command, argument, message):
@@ -80,18 +89,30 @@ def test_a_drafter_that_does_not_fit_the_target(capsys, workplace, command, argu
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("drafter.num_attention_heads=3", "drafter.num_attention_heads=3 must be a multiple of drafter.num_key_value_heads=2"),
+        (
+            "drafter.num_attention_heads=3",
+            "drafter.num_attention_heads=3 must be a multiple of drafter.num_key_value_heads=2",
+        ),
         ("drafter.head_dim=7", "drafter.head_dim=7 must be even"),
         ("drafter.num_key_value_heads=0", "drafter.num_key_value_heads=0 must be at least 1"),
         ("target.max_length=513", "target.max_length=513 exceeds the target's 512 positions"),
-        ("sampling.max_new_tokens=256", "sampling.max_new_tokens=256 leaves no room for a prompt in target.max_length=256"),
+        (
+            "sampling.max_new_tokens=256",
+            "sampling.max_new_tokens=256 leaves no room for a prompt in target.max_length=256",
+        ),
         ("trainer.packed_length=16", "trainer.packed_length=16 cannot hold a prompt and an answer"),
-        ("decoding.num_speculative_tokens=17", "decoding.num_speculative_tokens=17 is more than an answer may have (16 tokens)"),
+        (
+            "decoding.num_speculative_tokens=17",
+            "decoding.num_speculative_tokens=17 is more than an answer may have (16 tokens)",
+        ),
         ("drafter.loss.weights.mse=1", "loss name mse is unknown"),
         ("logger.trackers=[pencil]", "logger.trackers: pencil is unknown"),
         ("logger.trackers=[swanlab]", "logger.trackers: swanlab is not installed: pip install swanlab"),
         ("target.path=nowhere/at/all", "target.path=nowhere/at/all is not a folder"),
-        ("drafter.path=nowhere", "drafter.path=nowhere is no folder here: one from the Hub comes with `hf download nowhere"),
+        (
+            "drafter.path=nowhere",
+            "drafter.path=nowhere is no folder here: one from the Hub comes with `hf download nowhere",
+        ),
         ("suite.prompts=nowhere.jsonl", "suite.prompts: no prompt file nowhere.jsonl"),
         ("suite=jsonl", "suite.prompts is empty"),
         ("data.heldout=train.jsonl", "8 of its 8 prompts are training prompts too"),
@@ -104,7 +125,10 @@ def test_a_drafter_that_does_not_fit_the_target(capsys, workplace, command, argu
 def test_refused_before_work_starts(capsys, workplace, tmp_path, argument, message):
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "broken.jsonl").write_text('{"turns": ["a"]}\n{"turns": [}\n')
-    for code, _, err in (dry_run(capsys, *workplace, argument), (cli.main(["run", *workplace, argument]), *capsys.readouterr())):
+    for code, _, err in (
+        dry_run(capsys, *workplace, argument),
+        (cli.main(["run", *workplace, argument]), *capsys.readouterr()),
+    ):
         assert (code, err.count("\n")) == (2, 1), err
         assert message in err
         assert not (tmp_path / "run").exists()
@@ -129,9 +153,15 @@ def test_eval_needs_a_drafter_of_this_target(capsys, workplace, tmp_path):
             "drafter was trained for another target: its target_hidden_size is 64, this target's 32",
         ),
         ({"vocab_size": 101}, "drafter was trained for another target: its vocab_size is 101, this target's 304"),
-        ({"eagle_aux_hidden_state_layer_ids": [2, 9]}, "drafter was trained for another target: it reads tap 9 of 7 layers"),
+        (
+            {"eagle_aux_hidden_state_layer_ids": [2, 9]},
+            "drafter was trained for another target: it reads tap 9 of 7 layers",
+        ),
         ({"model_type": 3}, "drafter/config.json describes no drafter"),
-        ({"intermediate_size": 49}, "drafter/model.safetensors: tensor 'layers.0.mlp.gate_proj.weight' has shape (48, 32)"),
+        (
+            {"intermediate_size": 49},
+            "drafter/model.safetensors: tensor 'layers.0.mlp.gate_proj.weight' has shape (48, 32)",
+        ),
         ({"speculators_model_type": "medusa"}, "drafter/config.json: speculators_model_type is 'medusa'"),
     ):
         write_drafter(tmp_path / "drafter", **wrong)

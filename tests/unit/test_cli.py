@@ -7,14 +7,16 @@ import pytest
 
 from spectrain import cli
 from spectrain.config.folders import GROUP_FOLDERS, group_options
-from spectrain.config.help_text import COMMANDS, overview, command_help
+from spectrain.config.help_text import COMMANDS, command_help, overview
 from spectrain.errors import ConfigError, RunError
 
 
 @pytest.fixture(autouse=True)
 def _no_work(monkeypatch):
     """A command line that gets as far as work has passed every check that this file is about."""
-    monkeypatch.setattr("spectrain.stages.checks.prepare", lambda *arguments, **named: pytest.fail("work was about to start"))
+    monkeypatch.setattr(
+        "spectrain.stages.checks.prepare", lambda *arguments, **named: pytest.fail("work was about to start")
+    )
 
 
 def run(capsys, *arguments):
@@ -107,7 +109,11 @@ def test_flags_may_stand_anywhere():
     assert (command.command, command.overrides) == ("fit", ("a=1", "b=2"))
     assert command.debug and command.multirun and command.dry_run
     command = cli.parse(["inspect", "responses", "--limit=4", "run.dir=x", "--split", "train"])
-    assert (command.words, command.values, command.overrides) == (("responses",), {"limit": "4", "split": "train"}, ("run.dir=x",))
+    assert (command.words, command.values, command.overrides) == (
+        ("responses",),
+        {"limit": "4", "split": "train"},
+        ("run.dir=x",),
+    )
 
 
 SLOW = ("torch", "transformers", "accelerate", "pyarrow")
@@ -120,7 +126,8 @@ print(code, [name for name in {SLOW!r} if name in sys.modules])
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code"), [(["fit", "--help"], 0), (["fit", "recipe=quickstart", "trainer.epochs=x"], 2), (["run", "target.path=x"], 2)]
+    ("arguments", "code"),
+    [(["fit", "--help"], 0), (["fit", "recipe=quickstart", "trainer.epochs=x"], 2), (["run", "target.path=x"], 2)],
 )
 def test_help_and_configuration_errors_import_nothing_slow(arguments, code):
     done = subprocess.run([sys.executable, "-c", CODE, *arguments], capture_output=True, text=True, check=True)
@@ -128,5 +135,7 @@ def test_help_and_configuration_errors_import_nothing_slow(arguments, code):
 
 
 def test_python_dash_m():
-    done = subprocess.run([sys.executable, "-m", "spectrain", "fit", "nonsense"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "spectrain", "fit", "nonsense"], capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stderr) == (2, "error: cannot read 'nonsense': write key=value or group=option\n")

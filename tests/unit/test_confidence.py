@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from spectrain.decoding.confidence import Calibration, ConfidenceSamples, auroc, calibration_error, fit_calibration, reliability, survival
+from spectrain.decoding.confidence import (
+    Calibration,
+    ConfidenceSamples,
+    auroc,
+    calibration_error,
+    fit_calibration,
+    reliability,
+    survival,
+)
 from spectrain.decoding.draft_policy import ThresholdPolicy
 from spectrain.decoding.scheduler import SchedulerPolicy, StepCost, schedule
 from spectrain.errors import ConfigError
@@ -61,7 +69,13 @@ def test_calibration_never_makes_the_fitted_set_worse(rounds, seed):
 
     def error(calibration):
         predicted = samples.survival(calibration)
-        return np.mean([calibration_error(predicted[s, k], samples.accepted[s, k]) for k, s in enumerate(samples.seen.T) if s.any()])
+        return np.mean(
+            [
+                calibration_error(predicted[s, k], samples.accepted[s, k])
+                for k, s in enumerate(samples.seen.T)
+                if s.any()
+            ]
+        )
 
     fitted = fit_calibration(samples)
     assert len(fitted.temperatures) == 4
@@ -83,13 +97,17 @@ def test_the_first_slot_is_the_likeliest_that_raises_no_error():
 
 
 def test_what_tells_drafts_apart_is_not_traded_for_a_smaller_error():
-    """Half of the drafts are accepted, and the head is a little wrong in every bin: the smallest error has a head that always says one half."""
+    """Half of the drafts are accepted, and the head is a little wrong in every bin: the smallest error has a head that
+    always says one half.
+    """
     rng = np.random.default_rng(0)
     z = rng.normal(0.0, 1.0, 20000)
     said = sigmoid(z)
     accepted = (rng.random(len(z)) < said + 0.04 * (-1.0) ** np.floor(15 * said)).astype(float)
     assert calibration_error(sigmoid(z / 16), accepted) < calibration_error(said, accepted)
-    (temperature,) = fit_calibration(ConfidenceSamples(said[:, None], accepted[:, None], np.ones((len(z), 1), dtype=bool))).temperatures
+    (temperature,) = fit_calibration(
+        ConfidenceSamples(said[:, None], accepted[:, None], np.ones((len(z), 1), dtype=bool))
+    ).temperatures
     assert 0.8 < temperature < 1.25
 
 
@@ -140,7 +158,7 @@ def test_threshold_keeps_a_prefix_by_survival():
     assert ThresholdPolicy(0.0).lengths(confidence, [4, 4, 4]) == [4, 4, 4]
 
 
-# --- scheduler -----------------------------------------------------------------------------------------------------------------------
+# --- scheduler -----------------------------------------------------------------------------------------------------
 
 
 def table(throughputs, expected):
@@ -157,7 +175,9 @@ def test_it_stops_at_the_first_fall():
 
 
 def brute_force(chances, drafted, steps_per_s):
-    """The rule in words, one decision at a time: among the next slots of all rows take the likeliest; keep it if that is faster."""
+    """The rule in words, one decision at a time: among the next slots of all rows take the likeliest; keep it if that
+    is faster.
+    """
     kept = [0] * len(chances)
 
     def throughput(lengths):
@@ -182,7 +202,9 @@ def test_schedule_equals_one_decision_at_a_time(seed):
     chances = np.cumprod(rng.choice([0.3, 0.6, 0.9, 0.97], (rows, n)), axis=1)
     drafted = rng.integers(0, n + 1, rows).tolist()
     seconds = np.cumsum(rng.random(rows * (n + 1) + 1)) + 3
-    assert schedule(chances, drafted, lambda t: 1 / seconds[t]) == brute_force(chances.tolist(), drafted, lambda t: 1 / seconds[t])
+    assert schedule(chances, drafted, lambda t: 1 / seconds[t]) == brute_force(
+        chances.tolist(), drafted, lambda t: 1 / seconds[t]
+    )
 
 
 def test_what_a_later_slot_says_does_not_decide_an_earlier_one():
@@ -199,7 +221,9 @@ def test_what_a_later_slot_says_does_not_decide_an_earlier_one():
 
 
 def test_full_batches_draft_less():
-    """A pass that costs the same up to eight tokens and then by the token: alone, a row drafts all it has; among seven others, little."""
+    """A pass that costs the same up to eight tokens and then by the token: alone, a row drafts all it has; among seven
+    others, little.
+    """
     cost = StepCost(verify=((1, 1.0), (8, 1.0), (80, 10.0)))
     confidence = torch.full((8, 7), 0.7)
     assert SchedulerPolicy(cost).lengths(confidence[:1], [7]) == [7]

@@ -11,7 +11,8 @@ from spectrain.evaluation.reliability import confidence_stats
 
 
 def test_samples_are_taken_where_the_simulation_starts_a_round():
-    # Anchors of the answer's tokens 0 … 5; from 0 one draft is accepted, so the next round starts at 2, where both stand, and the last at 5.
+    # Anchors of the answer's tokens 0 … 5; from 0 one draft is accepted, so the next round starts at 2, where both
+    # stand, and the last at 5.
     accept = np.array([[1, 0], [9, 9], [1, 1], [9, 9], [9, 9], [0, 0]], dtype=float)
     confidence = np.arange(12).reshape(6, 2) / 12
     samples = simulated_samples(Span(3, accept, stopped=True), confidence, 2)
@@ -70,7 +71,10 @@ def test_figures_before_and_after_calibration():
     calibrated = Calibration((temperature,)).apply(np.array([said]).T)[:, 0]
     accepted = [1, 0, 0]
     stats = confidence_stats(
-        [Round(0, 1, k, drafts=(1,), confidence=(float(c),)) for c, k in zip(calibrated, accepted, strict=True)], 1, (temperature,), ()
+        [Round(0, 1, k, drafts=(1,), confidence=(float(c),)) for c, k in zip(calibrated, accepted, strict=True)],
+        1,
+        (temperature,),
+        (),
     )
     assert stats.rounds == 3
     assert stats.raw_ece[0] == pytest.approx((0.1 + 0.8 + 0.3) / 3)

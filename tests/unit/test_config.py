@@ -42,7 +42,9 @@ def test_a_value_of_the_wrong_type_is_named(section, key, value, message):
 
 
 def test_readings_that_nobody_could_mean_otherwise():
-    config = build({"trainer": {"learning_rate": 1}, "data": {"train": "a.jsonl", "heldout": ["b.jsonl"]}, "run": {"name": 7}})
+    config = build(
+        {"trainer": {"learning_rate": 1}, "data": {"train": "a.jsonl", "heldout": ["b.jsonl"]}, "run": {"name": 7}}
+    )
     assert config.trainer.learning_rate == 1.0
     assert isinstance(config.trainer.learning_rate, float)
     assert config.data.train == ("a.jsonl",)
@@ -60,7 +62,10 @@ def test_null_where_it_is_allowed():
         ({"trainer": {"learning_rat": 1}}, "unknown key trainer.learning_rat: did you mean trainer.learning_rate?"),
         ({"trainr": {}}, "unknown key trainr: the sections are run, target, data"),
         ({"trainer": {"temperature": 1}}, "unknown key trainer.temperature: did you mean sampling.temperature?"),
-        ({"drafter": {"loss": {"wheights": {}}}}, "unknown key drafter.loss.wheights: did you mean drafter.loss.weights?"),
+        (
+            {"drafter": {"loss": {"wheights": {}}}},
+            "unknown key drafter.loss.wheights: did you mean drafter.loss.weights?",
+        ),
         ({"hidden_states": {"zzz": 1}}, "unknown key hidden_states.zzz: the keys of hidden_states are source, dtype"),
     ],
 )

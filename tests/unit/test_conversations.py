@@ -101,7 +101,9 @@ def test_a_next_prompt_that_leaves_no_room_for_an_answer_is_not_appended(spare: 
     (whole,) = (course := turns()).prepare([(conversation("one", "two"), "train")], ["k"])
     answer(course, whole, 10, END)
     assert course.advance(whole)
-    (dialogue,) = (course := turns(max_length=len(whole.ids) + spare)).prepare([(conversation("one", "two"), "train")], ["k"])
+    (dialogue,) = (course := turns(max_length=len(whole.ids) + spare)).prepare(
+        [(conversation("one", "two"), "train")], ["k"]
+    )
     answer(course, dialogue, 10, END)
     assert course.advance(dialogue) is fits
 

@@ -1,4 +1,6 @@
-"""The CPU's products by oneDNN: the same numbers as float64, the same parameters, gradients where they are asked for."""
+"""The CPU's products by oneDNN: the same numbers as float64, the same parameters, gradients where they are
+asked for.
+"""
 
 import pytest
 import torch

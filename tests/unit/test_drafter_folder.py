@@ -1,4 +1,6 @@
-"""The drafter's folder: what is read is bit for bit what was saved, whatever kills the writer, and what does not fit is named."""
+"""The drafter's folder: what is read is bit for bit what was saved, whatever kills the writer, and what does not fit is
+named.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from drafter_tools import HIDDEN, VARIANTS, VOCAB, Options, packed, random_document, random_drafter, students, tensors_of
+from drafter_tools import (
+    HIDDEN,
+    VARIANTS,
+    VOCAB,
+    Options,
+    packed,
+    random_document,
+    random_drafter,
+    students,
+    tensors_of,
+)
 from safetensors.torch import load_file, save_file
 
 from spectrain import files
@@ -23,7 +35,12 @@ from spectrain.files import recover_folder, replace_folder
 
 def save(drafter: Eagle3, folder: Path, **facts: Any) -> Path:
     save_drafter(
-        drafter, folder, target="org/target", target_architectures=("LlamaForCausalLM",), num_speculative_tokens=4, facts=facts or None
+        drafter,
+        folder,
+        target="org/target",
+        target_architectures=("LlamaForCausalLM",),
+        num_speculative_tokens=4,
+        facts=facts or None,
     )
     return folder
 
@@ -47,14 +64,25 @@ def test_saved_and_loaded_is_the_same_bits(tmp_path: Path, options: Options, dty
     assert all(ours[name].dtype == dtype and torch.equal(ours[name], theirs[name]) for name in ours)
 
     generator = torch.Generator().manual_seed(0)
-    ids, taps = torch.randint(0, VOCAB, (2, 7), generator=generator), torch.randn(2, 7, len(options.taps), HIDDEN, generator=generator)
+    ids, taps = (
+        torch.randint(0, VOCAB, (2, 7), generator=generator),
+        torch.randn(2, 7, len(options.taps), HIDDEN, generator=generator),
+    )
     distributions = []
     for one in (drafter, found):
         cache = one.new_cache(2)
         one.observe(cache, ids, taps, torch.tensor([7, 5]))
-        proposal = one.propose(cache, torch.tensor([1, 2]), 3, SamplingParams(temperature=1.0), [torch.Generator().manual_seed(b) for b in range(2)])
+        proposal = one.propose(
+            cache,
+            torch.tensor([1, 2]),
+            3,
+            SamplingParams(temperature=1.0),
+            [torch.Generator().manual_seed(b) for b in range(2)],
+        )
         distributions.append((proposal.log_probs, proposal.ids))
-    assert torch.equal(distributions[0][0], distributions[1][0]) and torch.equal(distributions[0][1], distributions[1][1])
+    assert torch.equal(distributions[0][0], distributions[1][0]) and torch.equal(
+        distributions[0][1], distributions[1][1]
+    )
 
 
 def test_training_goes_on_from_a_loaded_folder_as_from_the_drafter_itself(tmp_path: Path) -> None:
@@ -73,13 +101,27 @@ def test_the_configuration_writes_out_what_a_server_needs(tmp_path: Path) -> Non
     folder = save(random_drafter(options), tmp_path / "drafter", coverage=0.5)
     config = json.loads((folder / "config.json").read_text())
     assert config["speculators_model_type"] == config["speculators_config"]["algorithm"] == "eagle3"
-    assert config["speculators_config"]["verifier"] == {"name_or_path": "org/target", "architectures": ["LlamaForCausalLM"]}
+    assert config["speculators_config"]["verifier"] == {
+        "name_or_path": "org/target",
+        "architectures": ["LlamaForCausalLM"],
+    }
     assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 4
     assert config["eagle_aux_hidden_state_layer_ids"] == [1, 4]
     assert config["draft_vocab_size"] == 9
-    assert [config[name] for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")] == [True, False, False, False]
+    assert [config[name] for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")] == [
+        True,
+        False,
+        False,
+        False,
+    ]
     layer = config["transformer_layer_config"]
-    expected = {"model_type": "qwen3", "vocab_size": VOCAB, "num_hidden_layers": 2, "hidden_size": HIDDEN, "head_dim": 6}
+    expected = {
+        "model_type": "qwen3",
+        "vocab_size": VOCAB,
+        "num_hidden_layers": 2,
+        "hidden_size": HIDDEN,
+        "head_dim": 6,
+    }
     assert expected.items() <= layer.items()
     assert layer["num_aux_hidden_states"] == 2
     assert layer["max_position_embeddings"] == 128
@@ -123,7 +165,9 @@ def test_rotary_phases_are_those_of_transformers(rope: dict[str, Any]) -> None:
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     shape = LayerShape("llama", 32, 8, 2, 1, 16, 1e-5, rope, 4096)
-    config = LlamaConfig(hidden_size=32, num_attention_heads=2, head_dim=16, max_position_embeddings=4096, rope_parameters=rope)
+    config = LlamaConfig(
+        hidden_size=32, num_attention_heads=2, head_dim=16, max_position_embeddings=4096, rope_parameters=rope
+    )
     positions = torch.tensor([[0, 1, 63, 64, 1000, 4095]])
     cos, sin = Rotary(shape).cos_sin(positions)
     reference_cos, reference_sin = LlamaRotaryEmbedding(config)(torch.zeros(1), positions)
@@ -142,7 +186,12 @@ def test_serving_in_bfloat16_turns_by_the_same_phases(tmp_path: Path) -> None:
     positions = torch.arange(0, 4000, 37)
     before = drafter.rotary.cos_sin(positions)
     frequencies = drafter.rotary.inv_freq.clone()
-    for changed in (drafter.to(torch.bfloat16), drafter.half(), drafter.float(), reload(drafter.bfloat16(), tmp_path / "drafter")):
+    for changed in (
+        drafter.to(torch.bfloat16),
+        drafter.half(),
+        drafter.float(),
+        reload(drafter.bfloat16(), tmp_path / "drafter"),
+    ):
         assert changed.rotary.inv_freq.dtype == torch.float32
         assert torch.equal(changed.rotary.inv_freq, frequencies)
         assert all(torch.equal(one, two) for one, two in zip(changed.rotary.cos_sin(positions), before, strict=True))
@@ -165,7 +214,9 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("rename", [0, 1], ids=["before the old one moved", "between the two renames"])
-def test_a_kill_while_replacing_leaves_a_drafter_that_loads(tmp_path: Path, rename: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kill_while_replacing_leaves_a_drafter_that_loads(
+    tmp_path: Path, rename: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     old = random_drafter(Options(), seed=1)
     folder = save(old, tmp_path / "drafter")
     digest = weights_digest(folder)
@@ -232,23 +283,47 @@ def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any])
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no configuration": (lambda f: (f / "config.json").unlink(), r"config\.json is missing"),
     "broken configuration": (lambda f: (f / "config.json").write_text("{"), r"config\.json is not valid JSON"),
-    "another method": (lambda f: edit_config(f, lambda c: c.update(speculators_model_type="medusa")), r"config\.json.*'medusa'"),
+    "another method": (
+        lambda f: edit_config(f, lambda c: c.update(speculators_model_type="medusa")),
+        r"config\.json.*'medusa'",
+    ),
     "a list": (lambda f: (f / "config.json").write_text("[]"), r"config\.json"),
     "a missing field": (
         lambda f: edit_config(f, lambda c: c.pop("eagle_aux_hidden_state_layer_ids")),
         r"config\.json.*'eagle_aux_hidden_state",
     ),
-    "a missing layer field": (lambda f: edit_config(f, lambda c: c["transformer_layer_config"].pop("rms_norm_eps")), r"'rms_norm_eps'"),
+    "a missing layer field": (
+        lambda f: edit_config(f, lambda c: c["transformer_layer_config"].pop("rms_norm_eps")),
+        r"'rms_norm_eps'",
+    ),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), r"model\.safetensors is missing"),
     "broken weights": (lambda f: (f / "model.safetensors").write_bytes(b"123"), r"model\.safetensors cannot be read"),
-    "a missing tensor": (lambda f: edit_tensors(f, lambda t: t.pop("fc.weight")), r"model\.safetensors.*'fc\.weight' is missing"),
-    "a tensor too many": (lambda f: edit_tensors(f, lambda t: t.update(extra=torch.zeros(1))), r"model\.safetensors.*'extra'"),
-    "a wrong shape": (lambda f: edit_tensors(f, lambda t: t.update({"norm.weight": torch.ones(3)})), r"'norm\.weight' has shape \(3,\)"),
+    "a missing tensor": (
+        lambda f: edit_tensors(f, lambda t: t.pop("fc.weight")),
+        r"model\.safetensors.*'fc\.weight' is missing",
+    ),
+    "a tensor too many": (
+        lambda f: edit_tensors(f, lambda t: t.update(extra=torch.zeros(1))),
+        r"model\.safetensors.*'extra'",
+    ),
+    "a wrong shape": (
+        lambda f: edit_tensors(f, lambda t: t.update({"norm.weight": torch.ones(3)})),
+        r"'norm\.weight' has shape \(3,\)",
+    ),
     "no d2t": (lambda f: edit_tensors(f, lambda t: t.pop("d2t")), r"'d2t' is missing"),
-    "a d2t of another size": (lambda f: edit_tensors(f, lambda t: t.update(d2t=t["d2t"][:5].clone())), r"'d2t' has \(5,\).*9"),
-    "a d2t beyond the target": (lambda f: edit_tensors(f, lambda t: t.update(d2t=t["d2t"] + 1)), r"'d2t'.*vocabulary of 23"),
+    "a d2t of another size": (
+        lambda f: edit_tensors(f, lambda t: t.update(d2t=t["d2t"][:5].clone())),
+        r"'d2t' has \(5,\).*9",
+    ),
+    "a d2t beyond the target": (
+        lambda f: edit_tensors(f, lambda t: t.update(d2t=t["d2t"] + 1)),
+        r"'d2t'.*vocabulary of 23",
+    ),
     "a d2t that falls": (lambda f: edit_tensors(f, lambda t: t.update(d2t=t["d2t"].flip(0))), r"'d2t'.*ascending"),
-    "another vocabulary size": (lambda f: edit_config(f, lambda c: c.update(draft_vocab_size=8)), r"'d2t' has \(9,\).*8"),
+    "another vocabulary size": (
+        lambda f: edit_config(f, lambda c: c.update(draft_vocab_size=8)),
+        r"'d2t' has \(9,\).*8",
+    ),
 }
 
 

@@ -1,4 +1,6 @@
-"""The closed-form initialisation: good where the target's states are linear in what the drafter sees, and each part does what it was solved for."""
+"""The closed-form initialisation: good where the target's states are linear in what the drafter sees, and each part
+does what it was solved for.
+"""
 
 from collections.abc import Callable, Iterator
 
@@ -23,7 +25,8 @@ HIDDEN, VOCAB, LENGTH = 32, 40, 24
 def world(documents: int, seed: int = 0, mean: float = 2.0) -> tuple[TargetHead, list[TargetStates]]:
     """A target whose state turns by a rotation and adds its token: y_{t+1} = 0.7 R y_t + e(x_{t+1}).
 
-    As in language models, embeddings have a common ``mean``, so that some direction of a drafter's input is nearly constant.
+    As in language models, embeddings have a common ``mean``, so that some direction of a drafter's input is nearly
+    constant.
     """
     generator = torch.Generator().manual_seed(seed)
     embed = mean + torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(99))
@@ -37,7 +40,9 @@ def world(documents: int, seed: int = 0, mean: float = 2.0) -> tuple[TargetHead,
             y.append(0.7 * turn @ y[-1] + embed[ids[t]])
         last = torch.stack(y)
         mask = torch.tensor([0] * 4 + [1] * (LENGTH - 4), dtype=torch.uint8)
-        texts.append(TargetStates(ids.int(), mask, last[:, None].clone(), last, torch.zeros(LENGTH), str(number), "train"))
+        texts.append(
+            TargetStates(ids.int(), mask, last[:, None].clone(), last, torch.zeros(LENGTH), str(number), "train")
+        )
     return head, texts
 
 
@@ -67,7 +72,9 @@ def agreement(model: Eagle3, head: TargetHead, batch: PackedBatch) -> list[float
 
 
 @pytest.mark.parametrize("layer_type", ["llama", "qwen3"])
-@pytest.mark.parametrize("switches", [{}, {"fc_norm": True}, {"norm_before_residual": True}, {"norm_output": True}], ids=str)
+@pytest.mark.parametrize(
+    "switches", [{}, {"fc_norm": True}, {"norm_before_residual": True}, {"norm_output": True}], ids=str
+)
 @pytest.mark.parametrize("num_layers", [1, 2])
 def test_solves_a_linear_world_on_unseen_text(layer_type: str, switches: dict[str, bool], num_layers: int) -> None:
     head, texts = world(64)

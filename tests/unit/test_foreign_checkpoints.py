@@ -1,4 +1,6 @@
-"""Folders that others wrote: the same drafter comes back, layer ids are converted once, and what cannot be read is named."""
+"""Folders that others wrote: the same drafter comes back, layer ids are converted once, and what cannot be read is
+named.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,10 @@ def test_training_goes_on_and_writes_our_layout(tmp_path: Path, name: str) -> No
     found = continue_drafter(config, drafter.head)
     batch = packed([random_document("000111111", len(drafter.taps), 0)])
     batch = type(batch)(
-        **{key: value.float() if torch.is_tensor(value) and value.is_floating_point() else value for key, value in vars(batch).items()}
+        **{
+            key: value.float() if torch.is_tensor(value) and value.is_floating_point() else value
+            for key, value in vars(batch).items()
+        }
     )
     found.train_losses(batch).loss.backward()
     assert all(parameter.grad is not None for parameter in found.body.parameters() if parameter.requires_grad)
@@ -91,17 +96,29 @@ def test_training_goes_on_and_writes_our_layout(tmp_path: Path, name: str) -> No
     again = load_drafter(tmp_path / "ours")
     assert again.shape == drafter.shape
     assert json.loads((tmp_path / "ours/config.json").read_text())["speculators_model_type"] == drafter.method
-    assert not {"embed_tokens.weight", "midlayer.norm.weight", "t2d"} & set(load_file(tmp_path / "ours/model.safetensors"))
+    assert not {"embed_tokens.weight", "midlayer.norm.weight", "t2d"} & set(
+        load_file(tmp_path / "ours/model.safetensors")
+    )
 
 
-# --- layer ids, the one conversion ------------------------------------------------------------------------------------------------
+# --- layer ids, the one conversion ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("layout", "make", "change", "taps"),
     [
-        (zlab_dflash, BlockOptions(), {"dflash_config": {"target_layer_ids": [1, 9, 17, 25, 33], "mask_token_id": 5}}, (2, 10, 18, 26, 34)),
-        (zlab_dflash, BlockOptions(), {"eagle_aux_hidden_state_layer_ids": [2, 10]}, (2, 10)),  # vLLM's own field wins, as it is
+        (
+            zlab_dflash,
+            BlockOptions(),
+            {"dflash_config": {"target_layer_ids": [1, 9, 17, 25, 33], "mask_token_id": 5}},
+            (2, 10, 18, 26, 34),
+        ),
+        (
+            zlab_dflash,
+            BlockOptions(),
+            {"eagle_aux_hidden_state_layer_ids": [2, 10]},
+            (2, 10),
+        ),  # vLLM's own field wins, as it is
         (deepspec_dspark, DSPARK, {"target_layer_ids": [1, 9, 17, 25, 33]}, (2, 10, 18, 26, 34)),
         (deepspec_dspark, DSPARK, {"target_layer_ids": None, "dflash_config": {"target_layer_ids": [-1, 0]}}, (0, 1)),
         (eagle3, None, {"eagle_aux_hidden_state_layer_ids": [2, 18, 33]}, (2, 18, 33)),
@@ -113,7 +130,9 @@ def test_training_goes_on_and_writes_our_layout(tmp_path: Path, name: str) -> No
         ),
     ],
 )
-def test_layer_ids(tmp_path: Path, layout: Layout, make: BlockOptions | None, change: dict[str, Any], taps: tuple[int, ...]) -> None:
+def test_layer_ids(
+    tmp_path: Path, layout: Layout, make: BlockOptions | None, change: dict[str, Any], taps: tuple[int, ...]
+) -> None:
     drafter = eagle() if make is None else block(make)
     assert read_shape(write(layout, drafter, tmp_path / "d", **change)).taps == taps
 
@@ -127,14 +146,18 @@ def test_eagle3_without_layer_ids_reads_the_usual_ones(tmp_path: Path) -> None:
         load_drafter(folder)
 
 
-# --- speculators' own exports -----------------------------------------------------------------------------------------------------
+# --- speculators' own exports --------------------------------------------------------------------------------------
 
 
 def exported(drafter: Drafter, folder: Path, *missing: str) -> Path:
     """Our layout as speculators writes it: fields left out, the target's embedding and t2d in the file."""
-    save_drafter(drafter, folder, target="org/target", target_architectures=("LlamaForCausalLM",), num_speculative_tokens=4)
+    save_drafter(
+        drafter, folder, target="org/target", target_architectures=("LlamaForCausalLM",), num_speculative_tokens=4
+    )
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if key not in ("spectrain", *missing)}))
+    (folder / "config.json").write_text(
+        json.dumps({key: value for key, value in config.items() if key not in ("spectrain", *missing)})
+    )
     tensors = load_file(folder / "model.safetensors")
     tensors |= {"embed_tokens.weight": drafter.head.embed_weight.clone(), "t2d": torch.ones(VOCAB, dtype=torch.bool)}
     save_file(tensors, folder / "model.safetensors")
@@ -155,7 +178,9 @@ SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
         ),
     ],
 )
-def test_speculators_exports_that_say_less(tmp_path: Path, make: Callable[[], Drafter], missing: tuple[str, ...]) -> None:
+def test_speculators_exports_that_say_less(
+    tmp_path: Path, make: Callable[[], Drafter], missing: tuple[str, ...]
+) -> None:
     drafter = make()
     found = load_drafter(exported(drafter, tmp_path / "d", *missing)).attach(drafter.head)
     assert found.shape == drafter.shape
@@ -167,22 +192,33 @@ def test_older_rotary_settings_are_not_lost(tmp_path: Path) -> None:
     """Exports made with transformers 4 have rope_scaling and rope_theta beside each other."""
     folder = exported(eagle(), tmp_path / "d")
     config = json.loads((folder / "config.json").read_text())
-    scaling = {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 64, "type": "llama3"}
+    scaling = {
+        "factor": 8.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 64,
+        "type": "llama3",
+    }
     layer = {key: value for key, value in config["transformer_layer_config"].items() if key != "rope_parameters"}
     config["transformer_layer_config"] = layer | {"rope_scaling": scaling, "rope_theta": 500000.0}
     (folder / "config.json").write_text(json.dumps(config))
     found = read_shape(folder).layer.rope_parameters
-    assert found == {key: value for key, value in scaling.items() if key != "type"} | {"rope_type": "llama3", "rope_theta": 500000.0}
+    assert found == {key: value for key, value in scaling.items() if key != "type"} | {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+    }
 
 
 def test_our_own_configuration_passes_unchanged(tmp_path: Path) -> None:
-    for number, drafter in enumerate((eagle(), block(BlockOptions(window=4, causal=True)), block(DSPARK), block(DFLASH2))):
+    for number, drafter in enumerate(
+        (eagle(), block(BlockOptions(window=4, causal=True)), block(DSPARK), block(DFLASH2))
+    ):
         save_drafter(drafter, tmp_path / str(number), target="t", target_architectures=(), num_speculative_tokens=2)
         config = json.loads((tmp_path / str(number) / "config.json").read_text())
         assert {key: value for key, value in config.items() if value is not None} == standard_config(config, "here")
 
 
-# --- copies of the target's matrices ------------------------------------------------------------------------------------------------
+# --- copies of the target's matrices -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["embed_tokens.weight", "lm_head.weight"])
@@ -203,7 +239,7 @@ def test_copies_must_be_the_targets(tmp_path: Path, name: str) -> None:
         load_drafter(folder).attach(random_head(seed=7, dtype=F32))
 
 
-# --- what cannot be read ------------------------------------------------------------------------------------------------------------
+# --- what cannot be read -------------------------------------------------------------------------------------------
 
 NESTED = {"target_layer_ids": [0, 2, 3], "mask_token_id": 5}
 WRONG: list[tuple[str, dict[str, Any], str]] = [
@@ -216,26 +252,54 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("dflash", {"dflash_config": None}, "field 'target_layer_ids' is missing"),
     ("dflash", {"dflash_config": [1]}, r"dflash_config is \[1\], it must be a section"),
     ("dflash", {"dflash_config": {"target_layer_ids": [0, 2, 3]}}, "field 'mask_token_id' is missing"),
-    ("dflash", {"dflash_config": NESTED | {"mask_token_id": -1}}, "mask_token_id is -1, it must be a whole number of at least 0"),
-    ("dflash", {"dflash_config": NESTED | {"target_layer_ids": [3, 1]}}, r"dflash_config.target_layer_ids is \[3, 1\]: layers must ascend"),
+    (
+        "dflash",
+        {"dflash_config": NESTED | {"mask_token_id": -1}},
+        "mask_token_id is -1, it must be a whole number of at least 0",
+    ),
+    (
+        "dflash",
+        {"dflash_config": NESTED | {"target_layer_ids": [3, 1]}},
+        r"dflash_config.target_layer_ids is \[3, 1\]: layers must ascend",
+    ),
     ("dflash", {"dflash_config": NESTED | {"target_layer_ids": [-2, 1]}}, "layers must ascend and be -1 or more"),
-    ("dflash", {"dflash_config": NESTED | {"target_layer_ids": "all"}}, "target_layer_ids is 'all', it must be a list of layers"),
-    ("dflash", {"dflash_config": NESTED | {"use_swa": True}}, "neither dflash_config.swa_window_size nor sliding_window"),
+    (
+        "dflash",
+        {"dflash_config": NESTED | {"target_layer_ids": "all"}},
+        "target_layer_ids is 'all', it must be a list of layers",
+    ),
+    (
+        "dflash",
+        {"dflash_config": NESTED | {"use_swa": True}},
+        "neither dflash_config.swa_window_size nor sliding_window",
+    ),
     ("dflash", {"dflash_config": NESTED | {"sample_from_anchor": True}}, "only dspark drafts from the anchor"),
-    ("dflash", {"dflash_config": NESTED | {"attention_sink_bias": True}}, "attention_sink_bias is True, this version reads"),
+    (
+        "dflash",
+        {"dflash_config": NESTED | {"attention_sink_bias": True}},
+        "attention_sink_bias is True, this version reads",
+    ),
     ("dflash", {"block_size": None}, "field 'block_size' is missing"),
     ("dflash", {"block_size": "8"}, "block_size is '8', it must be a whole number of at least 1"),
     ("dflash", {"hidden_size": None}, "field 'hidden_size' is missing"),
     ("dflash", {"rms_norm_eps": None}, "field 'rms_norm_eps' is missing"),
     ("dflash", {"rope_theta": None}, "field 'rope_theta' is missing"),
-    ("dflash", {"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
+    (
+        "dflash",
+        {"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+        "partial_rotary_factor is 0.5",
+    ),
     ("dflash", {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 9}, "mixes sliding and full"),
     ("dflash", {"layer_types": 5}, "layer_types is 5, this version reads"),
     ("dflash", {"layer_types": ["chunked"]}, r"layer_types is \['chunked'\], this version reads"),
     ("dflash", {"head_dim": "x"}, "head_dim is 'x', it must be a whole number"),
     ("dflash", {"intermediate_size": 10**12}, "describes no drafter"),
     ("dflash", {"speculators_model_type": ["dflash"]}, r"speculators_model_type is \['dflash'\]"),
-    ("dflash", {"dflash_config": NESTED | {"use_swa": True, "swa_window_size": "8"}}, "sliding_window is '8', it must be a whole number"),
+    (
+        "dflash",
+        {"dflash_config": NESTED | {"use_swa": True, "swa_window_size": "8"}},
+        "sliding_window is '8', it must be a whole number",
+    ),
     ("dflash", {"target_hidden_size": 99}, "target_hidden_size is 99, hidden_size 16"),
     ("dflash", {"attention_bias": True}, "attention_bias is True, this version reads drafters with False alone"),
     ("dflash2", {"dflash_config": NESTED}, "field 'dflash_config.conv_kernel_size' is missing"),
@@ -250,7 +314,9 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "message"), WRONG, ids=[f"{name}-{'-'.join(changes)}-{i}" for i, (name, changes, _) in enumerate(WRONG)]
+    ("name", "changes", "message"),
+    WRONG,
+    ids=[f"{name}-{'-'.join(changes)}-{i}" for i, (name, changes, _) in enumerate(WRONG)],
 )
 def test_what_cannot_be_read_is_named(tmp_path: Path, name: str, changes: dict[str, Any], message: str) -> None:
     layout, make, _, _ = CASES[name]

@@ -1,4 +1,6 @@
-"""Whatever dies, nothing that was started under a guard is left, not even processes that moved to a session of their own."""
+"""Whatever dies, nothing that was started under a guard is left, not even processes that moved to a session of their
+own.
+"""
 
 import os
 import signal
@@ -12,7 +14,8 @@ from spectrain.engines.vllm.guard import guarded
 
 PATIENCE_S = 30.0
 
-# Three generations: the command, a child of it, and a grandchild in a session of its own that ignores SIGTERM. Each notes its number.
+# Three generations: the command, a child of it, and a grandchild in a session of its own that ignores SIGTERM. Each
+# notes its number.
 COMMAND = """
 import os, signal, subprocess, sys, time
 folder, depth = sys.argv[1], int(sys.argv[2])
@@ -98,7 +101,9 @@ def test_without_its_guard_the_command_is_told_to_end(family):
     wait_for(lambda: not is_alive(command))
 
 
-@pytest.mark.parametrize(("code", "expected"), [("import sys; sys.exit(7)", 7), ("import os; os.kill(os.getpid(), 9)", 137)])
+@pytest.mark.parametrize(
+    ("code", "expected"), [("import sys; sys.exit(7)", 7), ("import os; os.kill(os.getpid(), 9)", 137)]
+)
 def test_the_exit_code_is_the_commands(code, expected):
     guard = subprocess.Popen(guarded([sys.executable, "-c", code], grace_s=1.0), stdin=subprocess.PIPE)
     assert guard.wait(PATIENCE_S) == expected

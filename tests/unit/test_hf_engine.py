@@ -29,13 +29,18 @@ GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=0, max_new_tokens=14, seed=0
 SAMPLED = Sampling(temperature=0.8, top_p=0.9, top_k=40, max_new_tokens=14, seed=3)
 # A random target hardly ever ends an answer by its one end token; with these it does so after some ten tokens.
 END_IDS = [2, *range(5, 304, 12)]
-# One family per kind of cache and mask: plain, windows of 8 in turn with soft-cap, keys shared between layers, recurrent.
+# One family per kind of cache and mask: plain, windows of 8 in turn with soft-cap, keys shared between layers,
+# recurrent.
 FAMILIES = ["llama", "gemma3_text", "gemma4_text", "qwen3_5_text"]
 EAGER = {"gpt_oss", "gemma2"}  # attention sinks and soft-capped scores exist in eager attention only
 
 
-def make_engine(folder: Path, family: str, batch_size: int = 3, capture_tokens: int = 64, max_length: int = 400) -> HFEngine:
-    config = TargetConfig(path=str(tiny_target(family, folder)), attn_implementation="eager" if family in EAGER else "sdpa")
+def make_engine(
+    folder: Path, family: str, batch_size: int = 3, capture_tokens: int = 64, max_length: int = 400
+) -> HFEngine:
+    config = TargetConfig(
+        path=str(tiny_target(family, folder)), attn_implementation="eager" if family in EAGER else "sdpa"
+    )
     resolved = resolve_target(config)
     target = TargetModel.load(resolved, config)
     target.generation_config.eos_token_id = END_IDS
@@ -46,8 +51,13 @@ def make_conversations(count: int, turns: int = 1) -> list[tuple[Conversation, s
     words = ("sum", "of the capital", "x", "Paris and 42 and more", "say it", "user")
     conversations = []
     for number in range(count):
-        texts = tuple(" ".join(words[(number * 5 + turn + k) % 6] for k in range(1 + number % 5)) + f" {number}" for turn in range(turns))
-        conversations.append((Conversation(id=f"c{number}", turns=texts, domain="d"), "heldout" if number % 4 == 3 else "train"))
+        texts = tuple(
+            " ".join(words[(number * 5 + turn + k) % 6] for k in range(1 + number % 5)) + f" {number}"
+            for turn in range(turns)
+        )
+        conversations.append(
+            (Conversation(id=f"c{number}", turns=texts, domain="d"), "heldout" if number % 4 == 3 else "train")
+        )
     return conversations
 
 
@@ -85,14 +95,22 @@ def test_greedy_answers_are_those_of_transformers_generate(family: str, tmp_path
         prompt = engine.template.first_prompt_ids(conversation)
         with torch.no_grad():
             own = engine.target.model.generate(
-                torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=14, do_sample=False, pad_token_id=0
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt)),
+                max_new_tokens=14,
+                do_sample=False,
+                pad_token_id=0,
             )[0].tolist()
         assert response.input_ids.tolist() == own
         assert response.loss_mask.tolist() == [0] * len(prompt) + [1] * (len(own) - len(prompt))
         stopped = own[-1] in END_IDS
         assert response.finish_reason == ("stop" if stopped else "length")
         assert stopped or len(own) - len(prompt) == 14
-        assert (response.split, response.domain, response.key) == (split, "d", engine.response_key(conversation, GREEDY))
+        assert (response.split, response.domain, response.key) == (
+            split,
+            "d",
+            engine.response_key(conversation, GREEDY),
+        )
 
 
 def drawn_reference(logits_V: torch.Tensor, sampling: Sampling, uniform: float) -> int:
@@ -111,7 +129,9 @@ def drawn_reference(logits_V: torch.Tensor, sampling: Sampling, uniform: float) 
     return max(sampling)
 
 
-def test_sampled_answers_follow_the_truncated_distribution_of_the_whole_document(llama: HFEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampled_answers_follow_the_truncated_distribution_of_the_whole_document(
+    llama: HFEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     used: dict[str, list[float]] = {}
     real = hf_generate.DrawnDialogue.next_uniform
 
@@ -155,17 +175,25 @@ def test_an_answer_does_not_depend_on_company_order_or_resumption(llama: HFEngin
     begun.close()  # as a kill would
     rest = [pair for pair in conversations if llama.response_key(pair[0], SAMPLED) not in first]
     assert len(rest) == 6
-    for found in (alone.generate(conversations[::-1], SAMPLED), wide.generate(conversations, SAMPLED), llama.generate(rest, SAMPLED)):
+    for found in (
+        alone.generate(conversations[::-1], SAMPLED),
+        wide.generate(conversations, SAMPLED),
+        llama.generate(rest, SAMPLED),
+    ):
         for name, response in by_id(list(found)).items():
             assert response.input_ids.tolist() == reference[name].input_ids.tolist()
             assert response.key == reference[name].key
 
 
-def test_the_batch_is_refilled_while_others_are_still_being_answered(llama: HFEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_batch_is_refilled_while_others_are_still_being_answered(
+    llama: HFEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     widths: list[int] = []
     real = hf_generate.ResponseGenerator._decode
     monkeypatch.setattr(
-        hf_generate.ResponseGenerator, "_decode", lambda self, rows, cache: (widths.append(len(rows)), real(self, rows, cache))[1]
+        hf_generate.ResponseGenerator,
+        "_decode",
+        lambda self, rows, cache: (widths.append(len(rows)), real(self, rows, cache))[1],
     )
     engine = HFEngine(llama.target, llama.resolved, EngineConfig(batch_size=8), 400)
     heard: list[int] = []
@@ -182,7 +210,9 @@ def test_prefill_takes_no_more_tokens_at_a_time_than_allowed(llama: HFEngine, mo
     lengths: list[list[int]] = []
     real = hf_generate.ResponseGenerator._prefill
 
-    def recorded(self: hf_generate.ResponseGenerator, joining: list[hf_generate.DrawnDialogue], cache: object) -> object:
+    def recorded(
+        self: hf_generate.ResponseGenerator, joining: list[hf_generate.DrawnDialogue], cache: object
+    ) -> object:
         lengths.append([len(dialogue.ids) for dialogue in joining])
         return real(self, joining, cache)
 
@@ -237,8 +267,13 @@ def test_documents_stay_within_max_length(llama: HFEngine) -> None:
         assert response.loss_mask[-1] == 1
 
 
-def test_a_prompt_without_room_is_named_before_anything_is_generated(llama: HFEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    conversations = [*make_conversations(3), (Conversation(id="giant", turns=("word " * 200,), source="p.jsonl:4"), "train")]
+def test_a_prompt_without_room_is_named_before_anything_is_generated(
+    llama: HFEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conversations = [
+        *make_conversations(3),
+        (Conversation(id="giant", turns=("word " * 200,), source="p.jsonl:4"), "train"),
+    ]
     length = len(llama.template.first_prompt_ids(conversations[-1][0]))
     monkeypatch.setattr(llama.target, "run", lambda *args, **kwargs: pytest.fail("the target was run"))
     for max_length in (50, length):
@@ -256,7 +291,9 @@ def test_imported_answers_are_rendered_and_not_generated(llama: HFEngine, monkey
     assert 0 < sum(mask) < len(mask)
 
     first_answer = mask.index(1)
-    (cut,) = HFEngine(llama.target, llama.resolved, EngineConfig(), first_answer + 1).generate([(conversation, "train")], GREEDY)
+    (cut,) = HFEngine(llama.target, llama.resolved, EngineConfig(), first_answer + 1).generate(
+        [(conversation, "train")], GREEDY
+    )
     assert cut.input_ids.tolist() == ids[: first_answer + 1]
     with pytest.raises(InputError, match="prompt i "):
         HFEngine(llama.target, llama.resolved, EngineConfig(), first_answer).generate([(conversation, "train")], GREEDY)
@@ -273,12 +310,20 @@ def make_responses(lengths: list[int], seed: int = 0) -> list[Response]:
         mask[length // 2] = 0  # a second user turn of one token
         ids = random.integers(3, 304, length).astype(np.int32)
         conversation = Conversation(id=f"r{number}", turns=("x",))
-        responses.append(Response(conversation, ids, mask, "stop", GREEDY, None, "heldout" if number % 2 else "train", f"key{number}"))
+        responses.append(
+            Response(
+                conversation, ids, mask, "stop", GREEDY, None, "heldout" if number % 2 else "train", f"key{number}"
+            )
+        )
     return responses
 
 
-def reference_states(engine: HFEngine, response: Response, tap_ids: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Reference implementation: taps [S, A, H], none of them the last layer's, and logits [S, V], by the unmodified model on the document alone."""
+def reference_states(
+    engine: HFEngine, response: Response, tap_ids: tuple[int, ...]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Reference implementation: taps [S, A, H], none of them the last layer's, and logits [S, V], by the unmodified
+    model on the document alone.
+    """
     with torch.no_grad():
         output = engine.target.model(
             input_ids=torch.from_numpy(response.input_ids).long()[None], use_cache=False, output_hidden_states=True
@@ -392,7 +437,9 @@ def test_the_self_check_tolerates_a_tie(llama: HFEngine, monkeypatch: pytest.Mon
     monkeypatch.setattr(
         head,
         "hidden_to_logits",
-        lambda hidden: (raw := head_logits(hidden)).scatter(-1, raw.topk(2).indices[..., 1:], raw.topk(2).values[..., :1] - 1e-4),
+        lambda hidden: (raw := head_logits(hidden)).scatter(
+            -1, raw.topk(2).indices[..., 1:], raw.topk(2).values[..., :1] - 1e-4
+        ),
     )
     assert bool((own.values[:, 0] > own.values[:, 1]).all())
     check_states(llama.target, head, states)
@@ -430,7 +477,9 @@ def test_nothing_is_handed_out_when_the_self_check_fails(llama: HFEngine, monkey
 # Attention on the CPU
 
 
-def test_cpu_attention_copies_no_heads_and_attends_document_by_document(llama: HFEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_attention_copies_no_heads_and_attends_document_by_document(
+    llama: HFEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shapes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
     real = cpu_attention_module.scaled_dot_product_attention
 

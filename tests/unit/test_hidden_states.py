@@ -16,7 +16,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from spectrain.data.hidden_states import STATE_DTYPES, StoredHiddenStates, StoreMeta, TargetStates, as_stored, bytes_per_token, dequantize, quantize
+from spectrain.data.hidden_states import (
+    STATE_DTYPES,
+    StoredHiddenStates,
+    StoreMeta,
+    TargetStates,
+    as_stored,
+    bytes_per_token,
+    dequantize,
+    quantize,
+)
 from spectrain.data.hidden_states_writer import HiddenStatesWriter
 from spectrain.errors import InputError, RunError
 
@@ -24,7 +33,13 @@ HIDDEN, TAPS = 16, (0, 3)
 
 
 def make_meta(dtype: str = "float32", **changes: object) -> StoreMeta:
-    fields = {"target": "tiny", "target_revision": "r1", "config_digest": "c", "tokenizer_digest": "t", "template_digest": "p"}
+    fields = {
+        "target": "tiny",
+        "target_revision": "r1",
+        "config_digest": "c",
+        "tokenizer_digest": "t",
+        "template_digest": "p",
+    }
     return StoreMeta(**(fields | {"tap_ids": TAPS, "hidden_size": HIDDEN, "dtype": dtype} | changes))
 
 
@@ -89,7 +104,11 @@ def test_reading_takes_views_of_the_map(tmp_path: Path) -> None:
     assert second.taps.data_ptr() - first.taps.data_ptr() == 50 * row_bytes
     assert store[0].taps.data_ptr() == first.taps.data_ptr()
     if sys.platform == "linux":
-        spans = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines() if "shard-00000" in line]
+        spans = [
+            line.split()[0].split("-")
+            for line in Path("/proc/self/maps").read_text().splitlines()
+            if "shard-00000" in line
+        ]
         assert any(int(low, 16) <= first.taps.data_ptr() < int(high, 16) for low, high in spans)
     first.taps.zero_()  # the map is private: nobody can damage the store through a view
     assert_same(StoredHiddenStates(tmp_path)[1], make_states(1, 70))
@@ -130,7 +149,9 @@ def test_quantisation_is_stable_when_repeated() -> None:
     assert torch.equal(once, again)
 
 
-def test_capture_killed_between_shard_and_index_is_repeated_without_that_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capture_killed_between_shard_and_index_is_repeated_without_that_shard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     meta = make_meta()
     documents = [make_states(number, 10) for number in range(6)]
 
@@ -164,7 +185,10 @@ def test_capture_killed_between_shard_and_index_is_repeated_without_that_shard(t
     store = StoredHiddenStates(tmp_path)
     for index, states in enumerate(documents):
         assert_same(store[index], states)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["index.json", *(f"shard-0000{n}.safetensors" for n in range(3))]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "index.json",
+        *(f"shard-0000{n}.safetensors" for n in range(3)),
+    ]
 
 
 def test_sigkill_at_any_moment_leaves_a_store_that_can_be_read_and_continued(tmp_path: Path) -> None:
@@ -178,7 +202,9 @@ def test_sigkill_at_any_moment_leaves_a_store_that_can_be_read_and_continued(tmp
     """
     root = Path(__file__).parents[2]
     child = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)], cwd=root, env=os.environ | {"PYTHONPATH": str(root)}
+        [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)],
+        cwd=root,
+        env=os.environ | {"PYTHONPATH": str(root)},
     )
     deadline = time.monotonic() + 120
     while child.poll() is None and len(list(tmp_path.glob("shard-*"))) < 20 and time.monotonic() < deadline:
@@ -282,7 +308,9 @@ def test_one_changed_byte_is_found_by_the_checksum(tmp_path: Path) -> None:
         store.verify_checksums()
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"meta": {"schema_version": 99}}', '{"meta": {"schema_version": 1}, "shards": []}'])
+@pytest.mark.parametrize(
+    "content", ["{", "[]", '{"meta": {"schema_version": 99}}', '{"meta": {"schema_version": 1}, "shards": []}']
+)
 def test_a_broken_index_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "index.json").write_text(content)
     with pytest.raises(InputError, match=r"index\.json"):

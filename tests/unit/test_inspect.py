@@ -26,7 +26,9 @@ class Utf8Tokenizer:
         return bytes(ids).decode(errors="replace")
 
 
-def make_response(spans: list[tuple[str | bytes, int]], finish_reason: str = "stop", split: str = "train", name: str = "doc") -> Response:
+def make_response(
+    spans: list[tuple[str | bytes, int]], finish_reason: str = "stop", split: str = "train", name: str = "doc"
+) -> Response:
     pieces = [(text.encode() if isinstance(text, str) else text, mask) for text, mask in spans]
     return Response(
         conversation=Conversation(id=name, turns=("t",)),
@@ -40,10 +42,14 @@ def make_response(spans: list[tuple[str | bytes, int]], finish_reason: str = "st
     )
 
 
-def show(responses: list[Response], colour: bool = False, tokenizer: Any = None, encoding: str = "utf-8", **options: Any) -> str:
+def show(
+    responses: list[Response], colour: bool = False, tokenizer: Any = None, encoding: str = "utf-8", **options: Any
+) -> str:
     raw = io.BytesIO()
     file = io.TextIOWrapper(raw, encoding=encoding, newline="")
-    console = Console(file=file, force_terminal=colour, color_system="standard" if colour else None, no_color=not colour, width=40)
+    console = Console(
+        file=file, force_terminal=colour, color_system="standard" if colour else None, no_color=not colour, width=40
+    )
     inspect_responses(responses, tokenizer or Utf8Tokenizer(), console, **options)
     file.flush()
     return raw.getvalue().decode(encoding)
@@ -81,7 +87,10 @@ def test_facts_of_a_response() -> None:
 
 
 def test_limit_split_and_totals() -> None:
-    responses = [make_response([("ab", 0), (f"only {i}", 1)], split="heldout" if i % 2 else "train", name=f"d{i}") for i in range(6)]
+    responses = [
+        make_response([("ab", 0), (f"only {i}", 1)], split="heldout" if i % 2 else "train", name=f"d{i}")
+        for i in range(6)
+    ]
     responses.append(make_response([("ab", 0), ("cd", 1)], finish_reason="length", split="heldout", name="cut"))
 
     def names(shown: str) -> list[str]:

@@ -9,8 +9,8 @@ from spectrain.errors import ConfigError, InputError
 from spectrain.target.cpu_kernels import cpu_attention
 from spectrain.target.kv_cache import AttentionMasks, SlotCache, SnapshotCache, open_cache
 
-# One family per shape of cache: plain, query/key norm, one window for all layers, windows in turn, soft-capped scores, layers that share
-# keys and values, keys wider than values, attention sinks (eager), recurrent layers.
+# One family per shape of cache: plain, query/key norm, one window for all layers, windows in turn, soft-capped scores,
+# layers that share keys and values, keys wider than values, attention sinks (eager), recurrent layers.
 CASES = [
     ("llama", "sdpa", {}),
     ("llama", "eager", {}),
@@ -62,7 +62,9 @@ def _compare(output, expected, rows, starts, counts, tolerance):
     for b, row in enumerate(rows):
         hidden, taps = expected[row]
         where = slice(starts[b], starts[b] + counts[b])
-        torch.testing.assert_close(output.last_hidden_BSH[b, : counts[b]], hidden[where], rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(
+            output.last_hidden_BSH[b, : counts[b]], hidden[where], rtol=tolerance, atol=tolerance
+        )
         torch.testing.assert_close(output.taps_BSAH[b, : counts[b]], taps[where], rtol=tolerance, atol=tolerance)
 
 
@@ -76,7 +78,9 @@ def test_rows_of_different_lengths_run_as_one(family, tmp_path, monkeypatch):
     expected = [full_forward(target, text.tolist(), taps) for text in texts]
     passes = []
     run = target.run
-    monkeypatch.setattr(target, "run", lambda ids, *args, **kwargs: passes.append(tuple(ids.shape)) or run(ids, *args, **kwargs))
+    monkeypatch.setattr(
+        target, "run", lambda ids, *args, **kwargs: passes.append(tuple(ids.shape)) or run(ids, *args, **kwargs)
+    )
     cache, rows, done = open_cache(target, 3), [0, 1, 2], [0, 0, 0]
     with cpu_attention(target.model):
         for step, lengths in enumerate([[40, 3, 17], [5, 1, 2], [1, 1, 1], [3, 3, 3], [1, 8, 1], [7, 2], [30, 1]]):
@@ -118,7 +122,9 @@ def test_hybrid_runs_again_only_what_was_rejected(tmp_path, monkeypatch):
     cache = SnapshotCache(target, 2)
     passes = []
     run = target.run
-    monkeypatch.setattr(target, "run", lambda ids, *args, **kwargs: passes.append(ids.shape[1]) or run(ids, *args, **kwargs))
+    monkeypatch.setattr(
+        target, "run", lambda ids, *args, **kwargs: passes.append(ids.shape[1]) or run(ids, *args, **kwargs)
+    )
     cache.forward(torch.randint(3, 300, (2, 6)), [6, 4], ())
     cache.keep([6, 4])
     assert passes == [6, 4]

@@ -51,7 +51,10 @@ def test_the_command_line_beats_the_recipe():
 
 
 def test_folders_beside_the_working_directory_come_first(tmp_path):
-    write(tmp_path / "recipes/recipe/mine.yaml", "# @package _global_\ndefaults:\n  - override /trainer: fast\ntrainer: {epochs: 7}\n")
+    write(
+        tmp_path / "recipes/recipe/mine.yaml",
+        "# @package _global_\ndefaults:\n  - override /trainer: fast\ntrainer: {epochs: 7}\n",
+    )
     write(tmp_path / "conf/trainer/fast.yaml", "learning_rate: 0.5\n")
     write(tmp_path / "conf/trainer/muon.yaml", "optimizer: muon\nseed: 11\n")
     config = compose(["recipe=mine"])
@@ -63,13 +66,21 @@ def test_folders_beside_the_working_directory_come_first(tmp_path):
 def test_an_existing_run_directory_is_the_base(tmp_path):
     write(tmp_path / "old/config.yaml", "target: {path: somewhere}\ntrainer: {epochs: 5}\nrun: {dir: elsewhere}\n")
     config = compose(["run.dir=old", "trainer.seed=3"])
-    assert (config.target.path, config.trainer.epochs, config.trainer.seed, config.run.dir) == ("somewhere", 5, 3, "old")
+    assert (config.target.path, config.trainer.epochs, config.trainer.seed, config.run.dir) == (
+        "somewhere",
+        5,
+        3,
+        "old",
+    )
     assert compose(["run.dir=old", "recipe=quickstart"]).trainer.epochs == 3
 
 
 def test_a_group_chosen_anew_starts_from_its_own_defaults(tmp_path):
     """What was set for another method does not belong to it; other sections stay."""
-    write(tmp_path / "old/config.yaml", "target: {path: somewhere}\ntrainer: {epochs: 5}\ndrafter: {fc_norm: true, draft_vocab_size: 9}\n")
+    write(
+        tmp_path / "old/config.yaml",
+        "target: {path: somewhere}\ntrainer: {epochs: 5}\ndrafter: {fc_norm: true, draft_vocab_size: 9}\n",
+    )
     kept, anew = compose(["run.dir=old"]), compose(["run.dir=old", "drafter=dspark", "drafter.block.markov_rank=8"])
     assert (kept.drafter.fc_norm, kept.drafter.draft_vocab_size) == (True, 9)
     assert (anew.drafter.method, anew.drafter.fc_norm, anew.drafter.draft_vocab_size) == ("dspark", False, None)
@@ -89,7 +100,10 @@ def test_a_group_chosen_anew_starts_from_its_own_defaults(tmp_path):
         ("quickstart", "cannot read 'quickstart': write key=value or group=option"),
         ("trainer.epochs=[1", "cannot read 'trainer.epochs=[1'"),
         ("trainer.epochs=1,2", "trainer.epochs=1,2 names several values: add -m"),
-        ("trainer.epochs=${trainer.nothing}", "cannot compose the configuration: Interpolation key 'trainer.nothing' not found"),
+        (
+            "trainer.epochs=${trainer.nothing}",
+            "cannot compose the configuration: Interpolation key 'trainer.nothing' not found",
+        ),
         ("drafter.loss.weights.mse=1", "drafter.loss.weights.mse: loss name mse is unknown: use one of ce, kl, tv, lk"),
         ("sampling=hot", "sampling is a section"),
     ],
@@ -133,7 +147,7 @@ def test_swept_tells_sweeps_from_the_rest():
     )
 
 
-# --- multirun --------------------------------------------------------------------------------------------------------------------
+# --- multirun ------------------------------------------------------------------------------------------------------
 
 
 def run_sweep(overrides, scratch=None):
@@ -148,7 +162,9 @@ def run_sweep(overrides, scratch=None):
 
 
 def test_each_job_of_a_sweep_has_its_own_run_directory(tmp_path):
-    jobs = run_sweep(["recipe=quickstart", "trainer.learning_rate=1e-3,2e-3", "trainer.seed=choice(1)", "run.dir=sweep"])
+    jobs = run_sweep(
+        ["recipe=quickstart", "trainer.learning_rate=1e-3,2e-3", "trainer.seed=choice(1)", "run.dir=sweep"]
+    )
     assert [(job.trainer.learning_rate, job.trainer.seed) for job in jobs] == [(1e-3, 1), (2e-3, 1)]
     names = [f"trainer.learning_rate={rate},trainer.seed=1" for rate in (0.001, 0.002)]
     assert [job.run.dir for job in jobs] == [f"sweep/{name}" for name in names]

@@ -1,4 +1,6 @@
-"""Distillation losses and their hand-written gradients against autograd through the definitions over the whole vocabulary."""
+"""Distillation losses and their hand-written gradients against autograd through the definitions over the whole
+vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,9 @@ import math
 import pytest
 import torch
 from drafter_tools import DRAFT_IDS, HIDDEN, VOCAB, head_reference, random_head
+from reference import loss_terms
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
-from reference import loss_terms
 
 from spectrain.drafters.losses import fused as losses
 from spectrain.drafters.losses.fused import Teacher, draft_loss
@@ -20,11 +22,14 @@ EVERY_LOSS = {"ce": 0.3, "kl": 0.7, "tv": 1.1, "lk": 0.5}
 
 
 class Case:
-    """Random students and teachers. ``ids``: the draft vocabulary; one token lies outside it, one student in three has weight 0."""
+    """Random students and teachers. ``ids``: the draft vocabulary; one token lies outside it, one student in three has
+    weight 0.
+    """
 
     def __init__(self, family: str = "llama", ids: tuple[int, ...] = DRAFT_IDS, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
-        self.ids, self.head = list(ids), random_head(family)
+        self.ids = list(ids)
+        self.head = random_head(family)
         self.hidden_KUH = torch.randn(K, U, HIDDEN, generator=generator, dtype=torch.float64)
         self.matrix_DH = 0.7 * torch.randn(len(ids), HIDDEN, generator=generator, dtype=torch.float64)
         self.last_hidden_UH = torch.randn(U, HIDDEN, generator=generator, dtype=torch.float64)
@@ -54,7 +59,9 @@ class Case:
         terms = {name: [0.0] * K for name in weights}
         for k in range(K):
             for u in range(U):
-                found = loss_terms(matrix @ hidden[k, u], self.ids, head.sampling(self.last_hidden_UH[u]), self.tokens[u])
+                found = loss_terms(
+                    matrix @ hidden[k, u], self.ids, head.sampling(self.last_hidden_UH[u]), self.tokens[u]
+                )
                 for name, coefficient in weights.items():
                     term = getattr(found, name)
                     if term is not None and self.weight_KU[k, u] > 0:
@@ -133,7 +140,10 @@ def test_mass_outside_the_draft_vocabulary_cannot_be_won() -> None:
     case.weight_KU = torch.ones(K, U)
     # The best drafter there is: the target's distribution inside, normalised.
     head = case.head
-    case.hidden_KUH, case.matrix_DH = head.post_norm(case.last_hidden_UH).expand(K, -1, -1).clone(), head.lm_head_weight[case.ids]
+    case.hidden_KUH, case.matrix_DH = (
+        head.post_norm(case.last_hidden_UH).expand(K, -1, -1).clone(),
+        head.lm_head_weight[case.ids],
+    )
     sums, _, _ = case.run({"tv": 1.0})
     assert floor > 0.5
     assert sums.terms_K["tv"].tolist() == pytest.approx([floor] * K, rel=1e-5)
@@ -171,7 +181,9 @@ def test_extreme_logits_stay_finite(scale: float) -> None:
 
 def test_autocast_computes_products_in_bfloat16_and_sums_in_float32() -> None:
     case = Case()
-    case.head = TargetHead(case.head.math, *(w.float() for w in (case.head.embed_weight, case.head.norm_weight, case.head.lm_head_weight)))
+    case.head = TargetHead(
+        case.head.math, *(w.float() for w in (case.head.embed_weight, case.head.norm_weight, case.head.lm_head_weight))
+    )
     for name in ("hidden_KUH", "matrix_DH", "last_hidden_UH"):
         setattr(case, name, getattr(case, name).float())
     exact = case.run(EVERY_LOSS)

@@ -1,4 +1,6 @@
-"""``engine=vllm_server`` before any server is asked for an answer: which servers are taken, and what those started here are given."""
+"""``engine=vllm_server`` before any server is asked for an answer: which servers are taken, and what those started here
+are given.
+"""
 
 from itertools import pairwise
 from pathlib import Path
@@ -49,7 +51,10 @@ def test_a_server_of_something_else_is_refused(tmp_path):
 
 
 def test_running_servers_cannot_be_given_arguments(tmp_path):
-    with FakeServer() as server, pytest.raises(ConfigError, match=r"what generate needs \(kv_transfer_config, speculative_config\)"):
+    with (
+        FakeServer() as server,
+        pytest.raises(ConfigError, match=r"what generate needs \(kv_transfer_config, speculative_config\)"),
+    ):
         opened(tmp_path, {"speculative_config": {}, "kv_transfer_config": {}}, urls=(server.url,))
 
 
@@ -72,7 +77,9 @@ def started(monkeypatch):
 
     class Recorded:
         def __init__(self, name, command, environment, log):
-            self.name, self.given, self.events = name, (name, command, environment, log), []
+            self.name = name
+            self.given = (name, command, environment, log)
+            self.events = []
             servers.append(self)
 
         def start(self):
@@ -101,7 +108,9 @@ def started(monkeypatch):
 def test_replicas_get_their_arguments_devices_cores_and_logs(started, tmp_path):
     speculation = {"method": "ngram", "num_speculative_tokens": 3}
     with pytest.raises(RunError, match="did not come up"):
-        opened(tmp_path, {"speculative_config": speculation}, replicas=2, devices=("0,1", "2,3"), tensor_parallel_size=2)
+        opened(
+            tmp_path, {"speculative_config": speculation}, replicas=2, devices=("0,1", "2,3"), tensor_parallel_size=2
+        )
     (_, command, first, log), (_, _, second, other_log) = (server.given for server in started)
     flags = dict(pairwise(command))
     assert flags["--model"] == str(tmp_path / "folder") and flags["--served-model-name"] == TARGET.name
@@ -142,11 +151,15 @@ def test_one_pass_is_given_no_more_than_the_servers_that_are_left_take():
 def test_every_server_is_warmed_up_before_the_clock_runs(engine, servers, monkeypatch):
     asked = []
     monkeypatch.setattr(answering, "_answer_group", lambda context, decode, *rest: asked.append("measured") or [])
-    context = SimpleNamespace(config=SpectrainConfig(engine=engine), template=SimpleNamespace(first_prompt_ids=lambda conversation: [1, 2]))
+    context = SimpleNamespace(
+        config=SpectrainConfig(engine=engine), template=SimpleNamespace(first_prompt_ids=lambda conversation: [1, 2])
+    )
 
     def decode(prompts, limits, streams, on_tokens):
         assert len(prompts) == len(limits) == len(streams)
         asked.append(len(prompts))
 
-    answering.answer_all(context, [Conversation(id="c", turns=("a",))], decode, 1, "none", evaluate_served._servers(engine))
+    answering.answer_all(
+        context, [Conversation(id="c", turns=("a",))], decode, 1, "none", evaluate_served._servers(engine)
+    )
     assert asked == [servers, "measured"]

@@ -1,4 +1,6 @@
-"""Optimisers and schedule: Muon against its definition by singular values, the groups, and the learning rate at every step."""
+"""Optimisers and schedule: Muon against its definition by singular values, the groups, and the learning rate at every
+step.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def groups_of(optimizer: str, **options: object) -> dict[str, tuple[str, float, 
     """Parameter name -> (optimiser class, learning rate, weight decay)."""
     drafter = random_drafter(Options(layer_type="qwen3", reduced=True, num_layers=2, fc_norm=True))
     names = {id(p): name for name, p in tensors_of(drafter).items()}
-    config = TrainerConfig(optimizer=optimizer, learning_rate=1e-3, muon_learning_rate=0.03, weight_decay=0.1, **options)
+    config = TrainerConfig(
+        optimizer=optimizer, learning_rate=1e-3, muon_learning_rate=0.03, weight_decay=0.1, **options
+    )
     found: dict[str, tuple[str, float, float]] = {}
     for built in build_optimizers(drafter, config):
         for group in built.param_groups:
@@ -68,17 +72,26 @@ def test_adamw_decays_matrices_only() -> None:
 
 def test_muon_takes_the_matrices_of_the_body() -> None:
     for name, (kind, lr, decay) in groups_of("muon").items():
-        expected = ("AdamW", 1e-3, 0.0) if "norm" in name else ("AdamW", 1e-3, 0.1) if "lm_head" in name else ("Muon", 0.03, 0.1)
+        expected = (
+            ("AdamW", 1e-3, 0.0)
+            if "norm" in name
+            else ("AdamW", 1e-3, 0.1)
+            if "lm_head" in name
+            else ("Muon", 0.03, 0.1)
+        )
         assert (kind, lr, decay) == expected, name
 
 
 def test_learning_rates_are_multiples_of_the_initial_ones() -> None:
     optimizers = build_optimizers(
-        random_drafter(Options(reduced=True)), TrainerConfig(optimizer="muon", learning_rate=1e-3, muon_learning_rate=0.02)
+        random_drafter(Options(reduced=True)),
+        TrainerConfig(optimizer="muon", learning_rate=1e-3, muon_learning_rate=0.02),
     )
     for factor in (0.5, 0.25):  # of the initial rate, not of the last
         set_learning_rates(optimizers, factor)
-        assert [group["lr"] for o in optimizers for group in o.param_groups] == pytest.approx([0.02 * factor, 1e-3 * factor, 1e-3 * factor])
+        assert [group["lr"] for o in optimizers for group in o.param_groups] == pytest.approx(
+            [0.02 * factor, 1e-3 * factor, 1e-3 * factor]
+        )
 
 
 def test_cosine_schedule() -> None:
@@ -107,4 +120,8 @@ def test_constant_schedule_and_no_warm_up() -> None:
 
 def test_a_short_training_warms_up_in_one_step() -> None:
     assert lr_factor(0, 3, TrainerConfig(warmup_fraction=0.04)) == 1.0
-    assert all(math.isfinite(lr_factor(step, 1, TrainerConfig(schedule=s))) for s in ("cosine", "wsd", "constant") for step in range(2))
+    assert all(
+        math.isfinite(lr_factor(step, 1, TrainerConfig(schedule=s)))
+        for s in ("cosine", "wsd", "constant")
+        for step in range(2)
+    )

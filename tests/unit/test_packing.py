@@ -18,7 +18,9 @@ lengths_of_documents = st.lists(st.integers(1, 60), min_size=1, max_size=60)
 
 @settings(max_examples=60, deadline=None)
 @given(lengths_of_documents, st.integers(1, 50), st.integers(0, 2**31), st.integers(0, 5))
-def test_rows_hold_every_document_once_and_are_never_too_full(lengths: list[int], packed_length: int, seed: int, epoch: int) -> None:
+def test_rows_hold_every_document_once_and_are_never_too_full(
+    lengths: list[int], packed_length: int, seed: int, epoch: int
+) -> None:
     rows = pack_rows(lengths, packed_length, seed, epoch)
     assert Counter(d for row in rows for d in row) == Counter(range(len(lengths)))
     assert all(row for row in rows)
@@ -39,7 +41,9 @@ def test_epochs_and_seeds_shuffle() -> None:
     one = pack_rows(lengths, 30, seed=0, epoch=0)
     assert one != pack_rows(lengths, 30, seed=0, epoch=1)
     assert one != pack_rows(lengths, 30, seed=1, epoch=0)
-    assert {frozenset(row) for row in one} != {frozenset(row) for row in pack_rows(lengths, 30, seed=0, epoch=1)}  # other neighbours too
+    assert {frozenset(row) for row in one} != {
+        frozenset(row) for row in pack_rows(lengths, 30, seed=0, epoch=1)
+    }  # other neighbours too
 
 
 def test_documents_of_one_length_are_not_always_in_the_same_order() -> None:
@@ -85,5 +89,7 @@ def test_normalisers_are_taken_from_all_or_from_none() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_states_keep_their_dtype(dtype: torch.dtype) -> None:
     states = random_document("011", 1, 0)
-    batch = pack_batch([replace(states, taps=states.taps.to(dtype), last_hidden=states.last_hidden.to(dtype))]).to("cpu")
+    batch = pack_batch([replace(states, taps=states.taps.to(dtype), last_hidden=states.last_hidden.to(dtype))]).to(
+        "cpu"
+    )
     assert (batch.taps_TAH.dtype, batch.last_hidden_TH.dtype, batch.input_ids_T.dtype) == (dtype, dtype, torch.int64)

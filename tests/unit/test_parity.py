@@ -1,4 +1,6 @@
-"""Comparing rounds: what counts as equal, as a near-tie, as different, and how a wrong reading is named. No server is needed."""
+"""Comparing rounds: what counts as equal, as a near-tie, as different, and how a wrong reading is named. No server is
+needed.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from spectrain.errors import RunError
 from spectrain.evaluation.diagnosis import Hypothesis, explain, hypotheses
 from spectrain.evaluation.parity import Played, compare
 
-ALL_ON = Options("qwen3", (1, 3, 5), 1, True, norm_before_residual=True, norm_before_fc=True, fc_norm=True, norm_output=True)
+ALL_ON = Options(
+    "qwen3", (1, 3, 5), 1, True, norm_before_residual=True, norm_before_fc=True, fc_norm=True, norm_output=True
+)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +48,7 @@ def changed(play: list[Played], prompt: int, number: int, **fields: object) -> l
     return [replace(one, rounds=rounds) if index == prompt else one for index, one in enumerate(play)]
 
 
-# --- comparing -------------------------------------------------------------------------------------------------------------------
+# --- comparing -----------------------------------------------------------------------------------------------------
 
 
 def test_the_same_rounds_are_equal(family: Family, drafter: Eagle3, ours: list[Played]) -> None:
@@ -60,7 +64,9 @@ def test_replayed_rounds_are_those_of_the_loop(family: Family, drafter: Eagle3, 
 
 
 @pytest.mark.parametrize("slot", range(DRAFTS))
-def test_a_wrong_draft_is_a_difference_at_its_slot(family: Family, drafter: Eagle3, ours: list[Played], slot: int) -> None:
+def test_a_wrong_draft_is_a_difference_at_its_slot(
+    family: Family, drafter: Eagle3, ours: list[Played], slot: int
+) -> None:
     drafts = list(ours[2].rounds[1].drafts)
     wrong = next(token for token in drafter.vocab.ids_D.tolist() if token != drafts[slot])
     theirs = changed(ours, 2, 1, drafts=(*drafts[:slot], wrong, *drafts[slot + 1 :]))
@@ -70,7 +76,10 @@ def test_a_wrong_draft_is_a_difference_at_its_slot(family: Family, drafter: Eagl
     assert (difference.ours, difference.theirs, difference.anchor) == (drafts[slot], wrong, ours[2].rounds[1].anchor)
     assert difference.tolerance < difference.gap < math.inf
     assert not report.passed and report.equal == report.rounds - 1
-    assert f"prompt 2, round 1, anchor at {difference.anchor}, draft {slot + 1}: vLLM {wrong}, ours {drafts[slot]}" in report.reason()
+    assert (
+        f"prompt 2, round 1, anchor at {difference.anchor}, draft {slot + 1}: vLLM {wrong}, ours {drafts[slot]}"
+        in report.reason()
+    )
 
 
 def test_a_draft_that_ours_cannot_make_is_no_tie(family: Family, drafter: Eagle3, ours: list[Played]) -> None:
@@ -80,17 +89,25 @@ def test_a_draft_that_ours_cannot_make_is_no_tie(family: Family, drafter: Eagle3
 
 
 def test_a_tie_of_two_drafts_counts_apart(family: Family, ours: list[Played], drafter: Eagle3) -> None:
-    """Two rows of the draft head are the same: either token may come, and what follows it in the round is not compared."""
+    """Two rows of the draft head are the same: either token may come, and what follows it in the round is not
+    compared.
+    """
     first = ours[0].rounds[0].drafts[0]
     vocab = drafter.vocab.ids_D.tolist()
-    reference = next(token for token in vocab if all(token not in round_.drafts for played in ours for round_ in played.rounds))
+    reference = next(
+        token for token in vocab if all(token not in round_.drafts for played in ours for round_ in played.rounds)
+    )
     references = Eagle3(drafter.shape, drafter.vocab, steps=DRAFTS)
     references.load_state_dict(drafter.state_dict())
     references.attach(drafter.head)
     with torch.no_grad():
-        references.body.lm_head.weight[vocab.index(reference)] = references.body.lm_head.weight[vocab.index(first)] * (1 + 1e-6)
+        references.body.lm_head.weight[vocab.index(reference)] = references.body.lm_head.weight[vocab.index(first)] * (
+            1 + 1e-6
+        )
     own = family.ours(references.eval())
-    number, round_ = next((i, r) for i, r in enumerate(own[0].rounds) if r.drafts[0] in (first, reference) and r.accepted == 0)
+    number, round_ = next(
+        (i, r) for i, r in enumerate(own[0].rounds) if r.drafts[0] in (first, reference) and r.accepted == 0
+    )
     other = reference if round_.drafts[0] == first else first
     report = compare(family.model, references, own, changed(own, 0, number, drafts=(other, 0, 0)), DRAFTS)
     (tie,) = report.ties
@@ -99,17 +116,28 @@ def test_a_tie_of_two_drafts_counts_apart(family: Family, ours: list[Played], dr
 
 
 @pytest.mark.parametrize("shift", [1, -1])
-def test_another_number_of_accepted_drafts_is_a_difference(family: Family, drafter: Eagle3, ours: list[Played], shift: int) -> None:
+def test_another_number_of_accepted_drafts_is_a_difference(
+    family: Family, drafter: Eagle3, ours: list[Played], shift: int
+) -> None:
     """The round's drafts are right, but the text does not bear out what was accepted."""
     wanted = 0 if shift > 0 else 1
-    prompt, number = next((p, i) for p, one in enumerate(ours) for i, r in enumerate(one.rounds[:-1]) if r.accepted == wanted and not r.cut)
+    prompt, number = next(
+        (p, i)
+        for p, one in enumerate(ours)
+        for i, r in enumerate(one.rounds[:-1])
+        if r.accepted == wanted and not r.cut
+    )
     round_ = ours[prompt].rounds[number]
-    report = compare(family.model, drafter, ours, changed(ours, prompt, number, accepted=round_.accepted + shift), DRAFTS)
+    report = compare(
+        family.model, drafter, ours, changed(ours, prompt, number, accepted=round_.accepted + shift), DRAFTS
+    )
     (difference,) = report.different
     assert (difference.what, difference.slot) == ("target", min(round_.accepted, round_.accepted + shift))
 
 
-def test_a_text_of_another_target_is_the_targets_difference(family: Family, drafter: Eagle3, ours: list[Played]) -> None:
+def test_a_text_of_another_target_is_the_targets_difference(
+    family: Family, drafter: Eagle3, ours: list[Played]
+) -> None:
     """Their target says another token in round 2; from there on our drafter follows their text."""
     played = ours[1]
     at = played.rounds[2].anchor + played.rounds[2].accepted + 1 - len(played.prompt)
@@ -128,7 +156,7 @@ def test_nothing_compared_is_no_parity(family: Family, drafter: Eagle3, ours: li
     assert not report.passed and "nothing was compared" in report.reason()
 
 
-# --- naming the cause ------------------------------------------------------------------------------------------------------------
+# --- naming the cause ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", [Options(taps=(1, 4, 6), reduced=True), ALL_ON], ids=lambda o: o.name)
@@ -136,7 +164,9 @@ def test_every_wrong_reading_is_named(family: Family, options: Options) -> None:
     """Played by our own loop under each hypothesis in turn, so none is explained by another alone."""
     drafter = train(family, options, steps=10)
     ours = family.ours(drafter, 5)
-    tried = [hypothesis for hypothesis in hypotheses(drafter, family.model.spec.num_layers) if hypothesis.states is None]
+    tried = [
+        hypothesis for hypothesis in hypotheses(drafter, family.model.spec.num_layers) if hypothesis.states is None
+    ]
     assert len({hypothesis.hint for hypothesis in tried}) == len(tried) >= 12
     named = 0
     for hypothesis in one_of_each_kind(tried):
@@ -178,13 +208,16 @@ def test_what_a_drafter_does_not_have_is_not_tried(family: Family, drafter: Eagl
 
 
 def test_an_unknown_cause_is_said_to_be_unknown(family: Family, drafter: Eagle3, ours: list[Played]) -> None:
-    wrong = [replace(one, rounds=[replace(r, drafts=(drafter.vocab.ids_D[0].item(),) * DRAFTS) for r in one.rounds]) for one in ours]
+    wrong = [
+        replace(one, rounds=[replace(r, drafts=(drafter.vocab.ids_D[0].item(),) * DRAFTS) for r in one.rounds])
+        for one in ours
+    ]
     report = compare(family.model, drafter, ours, wrong, DRAFTS)
     (hint,) = explain(family.model, drafter, report, wrong, DRAFTS)
     assert hint.startswith("none of the known causes")
 
 
-# --- a server's account ----------------------------------------------------------------------------------------------------------
+# --- a server's account --------------------------------------------------------------------------------------------
 
 
 def answer(tokens: int, reason: str, *rounds: tuple[int, int]) -> Answer:

@@ -17,10 +17,13 @@ PROMPTS = Path(__file__).resolve().parents[2] / "data_gen" / "prompts"
 CATEGORIES = {"math", "code", "chat", "extraction", "rewriting"}
 # Frequent words of each language, none of which is frequent in another.
 MARKERS = {
-    "en": "the of is are to and what how why this these it with that who which or as each write turn label solve convert give",
-    "de": "der die das den und ein eine einem einen ist wie für ich wir warum dieser macht mit um zu ins wann welche alle kann von "
+    "en": "the of is are to and what how why this these it with that who which or as each write turn label solve "
+    "convert give",
+    "de": "der die das den und ein eine einem einen ist wie für ich wir warum dieser macht mit um zu ins wann welche "
+    "alle kann von "
     "nach nenne setze schreibe mache korrigiere formuliere",
-    "fr": "le la les une est et des de cette ce combien pour quelle quels que vous donne écris comment corrige pas à en",
+    "fr": "le la les une est et des de cette ce combien pour quelle quels que vous donne écris comment corrige pas à "
+    "en",
 }
 
 
@@ -35,7 +38,9 @@ def heldout() -> list[Conversation]:
 
 
 def words(conversation: Conversation) -> list[str]:
-    """Lower-case words without accents, digits or punctuation: what stays equal when only the numbers of a template are swapped."""
+    """Lower-case words without accents, digits or punctuation: what stays equal when only the numbers of a template are
+    swapped.
+    """
     text = unicodedata.normalize("NFKD", " ".join(conversation.turns)).casefold()
     return re.findall(r"[a-z]+", "".join(c for c in text if not unicodedata.combining(c)))
 

@@ -52,7 +52,9 @@ def test_all_fields(tmp_path: Path) -> None:
 def test_byte_order_mark_crlf_blank_lines_and_odd_separators(tmp_path: Path) -> None:
     path = tmp_path / "windows.jsonl"
     path.write_bytes(
-        b'\xef\xbb\xbf{"turns": ["first"]}\r\n\r\n' + '{"turns": ["a\u2028b\u0085c"]}\r\n'.encode() + b'{"turns": ["last"]}\n\n  \n\n'
+        b'\xef\xbb\xbf{"turns": ["first"]}\r\n\r\n'
+        + '{"turns": ["a\u2028b\u0085c"]}\r\n'.encode()
+        + b'{"turns": ["last"]}\n\n  \n\n'
     )
     conversations = load_prompts(path)
     assert [conversation.turns[0] for conversation in conversations] == ["first", "a\u2028b\u0085c", "last"]
@@ -108,7 +110,10 @@ def messages(*pairs: tuple[object, object]) -> bytes:
 
 
 BROKEN |= {
-    "assistant first": (messages(("assistant", "a")), 'messages[0] has role "assistant" where system or user must stand'),
+    "assistant first": (
+        messages(("assistant", "a")),
+        'messages[0] has role "assistant" where system or user must stand',
+    ),
     "user twice": (messages(("user", "a"), ("user", "b")), 'messages[1] has role "user" where assistant must stand'),
     "assistant twice": (
         messages(("user", "a"), ("assistant", "b"), ("assistant", "c")),
@@ -121,9 +126,15 @@ BROKEN |= {
     "role a list": (messages((["user"], "a")), 'messages[0] has role ["user"]'),
     "role missing": (b'{"messages": [{"content": "a"}]}', "messages[0] has role null"),
     "content missing": (b'{"messages": [{"role": "user"}]}', "messages[0].content is null"),
-    "content in parts": (messages(("user", [{"type": "text", "text": "a"}])), "messages[0].content is a list instead of a text"),
+    "content in parts": (
+        messages(("user", [{"type": "text", "text": "a"}])),
+        "messages[0].content is a list instead of a text",
+    ),
     "content blank": (messages(("user", "a"), ("assistant", "")), "messages[1].content is blank"),
-    "message field": (b'{"messages": [{"role": "user", "content": "a", "name": "x"}]}', "messages[0] has an unknown field 'name'"),
+    "message field": (
+        b'{"messages": [{"role": "user", "content": "a", "name": "x"}]}',
+        "messages[0] has an unknown field 'name'",
+    ),
     "last unanswered": (messages(("user", "a"), ("assistant", "b"), ("user", "c")), "the last message is the user's"),
     "two systems": (b'{"system": "s", "messages": [{"role": "system", "content": "t"}]}', "no user message"),
     "two systems, one user": (
@@ -202,7 +213,9 @@ def test_digest_is_of_what_the_target_is_shown() -> None:
     assert len({base.prompt_digest(), *(other.prompt_digest() for other in others)}) == 6
 
 
-def test_files_are_found_beside_the_working_directory_then_among_the_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_found_beside_the_working_directory_then_among_the_shipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     here, shipped = tmp_path / "here", tmp_path / "shipped"
     write(shipped / "chat.jsonl", {"turns": ["shipped"]})
     write(shipped / "code.jsonl", {"turns": ["shipped"]})
@@ -262,13 +275,17 @@ def test_each_side_gets_at_least_one_prompt(tmp_path: Path, fraction: float) -> 
 
 
 def test_maxima_are_drawn_by_seed_and_keep_order(tmp_path: Path) -> None:
-    drawn = [texts(split(tmp_path, MANY, heldout=["x", "y", "z"], max_train=100, max_heldout=2, seed=seed).train) for seed in (0, 0, 1)]
+    drawn = [
+        texts(split(tmp_path, MANY, heldout=["x", "y", "z"], max_train=100, max_heldout=2, seed=seed).train)
+        for seed in (0, 0, 1)
+    ]
     assert drawn[0] == drawn[1] != drawn[2]
     assert len(drawn[0]) == 100
     assert drawn[0] == sorted(drawn[0], key=MANY.index)
     assert drawn[0] != MANY[:100]
     assert len(split(tmp_path, MANY, heldout=["x", "y", "z"], max_heldout=2).heldout) == 2
-    # The draw is independent of the division: prompts far from the held-out end of the hash are no more likely to be drawn.
+    # The draw is independent of the division: prompts far from the held-out end of the hash are no more likely to be
+    # drawn.
     half = split(tmp_path, MANY, heldout_fraction=0.5, max_train=100, max_heldout=None)
     more = set(texts(split(tmp_path, MANY, heldout_fraction=0.75, max_train=None, max_heldout=None).heldout))
     assert 25 < len(more & set(texts(half.train))) < 75
@@ -291,11 +308,20 @@ def test_heldout_prompts_that_are_trained_on(tmp_path: Path) -> None:
 
 
 def test_system_prompt_for_those_without(tmp_path: Path) -> None:
-    write(tmp_path / "train.jsonl", {"turns": ["a"]}, {"turns": ["b"], "system": "own"}, {"turns": ["a"], "system": "given"})
+    write(
+        tmp_path / "train.jsonl",
+        {"turns": ["a"]},
+        {"turns": ["b"], "system": "own"},
+        {"turns": ["a"], "system": "given"},
+    )
     write(tmp_path / "heldout.jsonl", {"turns": ["c"]})
     data = DataConfig(train=("train",), heldout=("heldout",), system="given")
     result = split_prompts(data, [tmp_path])
-    assert [(c.turns[0], c.system) for c in result.train + result.heldout] == [("a", "given"), ("b", "own"), ("c", "given")]
+    assert [(c.turns[0], c.system) for c in result.train + result.heldout] == [
+        ("a", "given"),
+        ("b", "own"),
+        ("c", "given"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -319,7 +345,9 @@ def test_real_prompt_files() -> None:
     for path in files:
         expected = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
         loaded = load_prompts(path)
-        assert [(c.id, list(c.turns), c.domain) for c in loaded] == [(r["id"], r["turns"], r.get("category")) for r in expected]
+        assert [(c.id, list(c.turns), c.domain) for c in loaded] == [
+            (r["id"], r["turns"], r.get("category")) for r in expected
+        ]
     train, heldout = (tuple(str(path) for path in files if word in path.name) for word in ("gsm8k_train", "gsm8k_test"))
     if train and heldout:
         result = split_prompts(DataConfig(train=train, heldout=heldout, max_train=256, max_heldout=32), [])

@@ -79,7 +79,7 @@ def test_all_recipes_are_known() -> None:
     assert {*group_options("recipe")} >= {"quickstart", *BLOCK, *QWEN3}
 
 
-# --- on the CPU target ------------------------------------------------------------------------------------------------------------
+# --- on the CPU target ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("recipe", ["quickstart", *BLOCK])
@@ -104,17 +104,24 @@ def test_block_quickstarts(recipe: str) -> None:
     config = compose([f"recipe={recipe}"])
     drafter = config.drafter
     assert (drafter.num_layers, drafter.most_drafts, config.decoding.num_speculative_tokens) == (2, 3, 3)
-    assert ({name: weight for name, weight in drafter.loss.weights.items() if weight}, drafter.init) == ({"kl": 1.0}, "closed_form")
+    assert ({name: weight for name, weight in drafter.loss.weights.items() if weight}, drafter.init) == (
+        {"kl": 1.0},
+        "closed_form",
+    )
     assert drafter.taps == (2, 9, 16, 23, 30)
     assert config.engine.name == "hf"
 
 
-# --- Qwen3-8B, as published ---------------------------------------------------------------------------------------------------------
+# --- Qwen3-8B, as published ----------------------------------------------------------------------------------------
 
 
 @needs_vllm
-@pytest.mark.parametrize(("recipe", "block", "drafts"), [("dflash_qwen3", 16, 15), ("dspark_qwen3", 7, 7), ("dflash2_qwen3", 8, 7)])
-def test_published_settings(recipe: str, block: int, drafts: int, capsys: pytest.CaptureFixture[str], qwen3_8b: Path) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "block", "drafts"), [("dflash_qwen3", 16, 15), ("dspark_qwen3", 7, 7), ("dflash2_qwen3", 8, 7)]
+)
+def test_published_settings(
+    recipe: str, block: int, drafts: int, capsys: pytest.CaptureFixture[str], qwen3_8b: Path
+) -> None:
     config = compose([f"recipe={recipe}"])
     drafter, trainer = config.drafter, config.trainer
     assert (drafter.method, drafter.num_layers, drafter.taps) == (recipe.split("_")[0], 5, (2, 10, 18, 26, 34))
@@ -130,7 +137,9 @@ def test_published_settings(recipe: str, block: int, drafts: int, capsys: pytest
 
 
 def estimate(recipe: str, folder: Path, *more: str) -> tuple[Any, plan.Estimate]:
-    context = prepare(compose([f"recipe={recipe}", f"target.path={folder}", "target.dtype=bfloat16", *more]), "plan", fetch=False)
+    context = prepare(
+        compose([f"recipe={recipe}", f"target.path={folder}", "target.dtype=bfloat16", *more]), "plan", fetch=False
+    )
     return context, plan.estimate(context)
 
 
@@ -166,14 +175,18 @@ def test_figures_follow_the_block(qwen3_8b: Path) -> None:
     assert memory[1] > memory[0]
     _, dspark = estimate("dspark_qwen3", qwen3_8b)
     _, dflash = estimate("dflash_qwen3", qwen3_8b)
-    assert dspark.drafter_parameters - dflash.drafter_parameters == 2 * 151936 * 256 + 4096 + 256  # Markov's tables, the confidence head
+    assert (
+        dspark.drafter_parameters - dflash.drafter_parameters == 2 * 151936 * 256 + 4096 + 256
+    )  # Markov's tables, the confidence head
 
 
-# --- a target that is still on the Hub ------------------------------------------------------------------------------------------------
+# --- a target that is still on the Hub -----------------------------------------------------------------------------
 
 
 @needs_vllm
-def test_a_plan_without_the_hub_says_what_is_not_known(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_without_the_hub_says_what_is_not_known(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("spectrain.target.resolve._cached_snapshot", lambda config: None)
     monkeypatch.setattr("spectrain.target.resolve._ask_hub", lambda config: TimeoutError("no network"))
     out = dry_run(capsys, "recipe=dflash_qwen3")

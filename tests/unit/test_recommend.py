@@ -48,7 +48,9 @@ def record(n: int, **figures: Any) -> EvaluationRecord:
 def test_nothing_measured_nothing_recommended():
     assert recommend([], autoregressive=True) is None
     assert recommend([record(2, rounds=0)], autoregressive=True) is None
-    assert recommend([record(2, draft_policy="threshold")], autoregressive=True) is None  # a server verifies what it drafts
+    assert (
+        recommend([record(2, draft_policy="threshold")], autoregressive=True) is None
+    )  # a server verifies what it drafts
 
 
 @pytest.mark.parametrize("autoregressive", [True, False])
@@ -64,11 +66,15 @@ def test_without_a_baseline_tokens_per_second_decide():
     assert (found.num_speculative_tokens, found.speedup) == (2, None)
     assert found.reason.startswith("30 tokens/s measured")
     # One record without a baseline makes the others' speed-ups useless for comparing.
-    assert recommend([slow, record(2, speedup=9.0, output_tokens_per_s=15.0)], autoregressive=False).num_speculative_tokens == 3
+    assert (
+        recommend([slow, record(2, speedup=9.0, output_tokens_per_s=15.0)], autoregressive=False).num_speculative_tokens
+        == 3
+    )
 
 
 def test_shorter_rounds_of_a_autoregressive_drafter_follow_from_a_longer_one():
-    """By hand: a pass of the target takes 0.1 s (10 tokens/s without drafts), so does one over 5 tokens; a draft takes 0.05 s.
+    """By hand: a pass of the target takes 0.1 s (10 tokens/s without drafts), so does one over 5 tokens; a draft takes
+    0.05 s.
 
     Tokens per second: n = 1: 1.5/.15 = 10, n = 2: 1.75/.2 = 8.75, n = 4: 1.9375/.3 = 6.5.
     """
@@ -83,8 +89,8 @@ def test_shorter_rounds_of_a_autoregressive_drafter_follow_from_a_longer_one():
 def test_verifying_more_tokens_costs_more():
     """By hand: drafting is free; a pass takes 0.1 s for one token and 0.3 s for five, so 0.05 s for each draft.
 
-    Tokens per second: n = 1: 1.5/.15 = 10, n = 2: 1.75/.2 = 8.75, n = 3: 1.875/.25 = 7.5, n = 4: 6.46. With a pass that costs the same for
-    any number of tokens, the longest round is best.
+    Tokens per second: n = 1: 1.5/.15 = 10, n = 2: 1.75/.2 = 8.75, n = 3: 1.875/.25 = 7.5, n = 4: 6.46. With a pass that
+    costs the same for any number of tokens, the longest round is best.
     """
     dear = recommend([record(4, draft_s_per_round=0.0, verify_s_per_round=0.3)], autoregressive=True)
     assert (dear.num_speculative_tokens, dear.speedup) == (1, pytest.approx((1.5 / 0.15) / (1.9375 / 0.3)))
@@ -112,4 +118,6 @@ def test_figures_of_different_measurements_are_not_compared():
     ours = [record(n, speedup=s) for n, s in ((1, 2.0), (3, 3.0), (5, 9.0))]
     assert recommend([*ours, record(2, engine="vllm", speedup=1.1)], autoregressive=True).num_speculative_tokens == 2
     for change in ({"suite": "other"}, {"temperature": 1.0}, {"concurrency": 8}, {"top_k": 5}):
-        assert recommend([*ours[:2], record(7, speedup=50.0, **change)], autoregressive=True).num_speculative_tokens == 3
+        assert (
+            recommend([*ours[:2], record(7, speedup=50.0, **change)], autoregressive=True).num_speculative_tokens == 3
+        )

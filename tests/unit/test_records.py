@@ -9,9 +9,16 @@ import pytest
 
 from spectrain.decoding.acceptance import Round, acceptance
 from spectrain.errors import InputError, RunError
-from spectrain.evaluation.records import Conditions, EvaluationRecord, PromptResult, build_record, read_record, read_records
+from spectrain.evaluation.records import (
+    Conditions,
+    EvaluationRecord,
+    PromptResult,
+    build_record,
+    read_record,
+    read_records,
+)
 from spectrain.evaluation.reliability import ConfidenceStats
-from spectrain.evaluation.report.labels import distinct_names, compare_with_simulation
+from spectrain.evaluation.report.labels import compare_with_simulation, distinct_names
 
 CONDITIONS = Conditions(
     target="tiny",
@@ -30,8 +37,12 @@ CONDITIONS = Conditions(
 )
 
 
-def result(key: str, accepted: list[int], seconds: float, tokens: int = 4, drafted: int = 3, batch: int | None = None) -> PromptResult:
-    return PromptResult(key, [Round(i, drafted, k) for i, k in enumerate(accepted)], list(range(tokens)), seconds, batch)
+def result(
+    key: str, accepted: list[int], seconds: float, tokens: int = 4, drafted: int = 3, batch: int | None = None
+) -> PromptResult:
+    return PromptResult(
+        key, [Round(i, drafted, k) for i, k in enumerate(accepted)], list(range(tokens)), seconds, batch
+    )
 
 
 def changed(**values: object) -> Conditions:
@@ -40,7 +51,10 @@ def changed(**values: object) -> Conditions:
 
 def test_figures_against_sums_by_hand():
     ours = [result("a", [3, 0, 1], seconds=2.0, tokens=8), result("b", [2], seconds=1.0, tokens=4)]
-    plain = [result("b", [0] * 4, seconds=3.0, tokens=4, drafted=0), result("a", [0] * 8, seconds=4.5, tokens=8, drafted=0)]
+    plain = [
+        result("b", [0] * 4, seconds=3.0, tokens=4, drafted=0),
+        result("a", [0] * 8, seconds=4.5, tokens=8, drafted=0),
+    ]
     record = build_record(CONDITIONS, ours, plain, draft_s_per_round=0.1, verify_s_per_round=0.2, peak_memory_bytes=7)
     assert (record.num_prompts, record.rounds, record.drafted_tokens, record.accepted_tokens) == (2, 4, 12, 6)
     assert record.acceptance_length == pytest.approx(1 + 6 / 4)
@@ -65,7 +79,9 @@ def test_rounds_cut_by_the_length_limit_are_left_out():
 
 
 def test_without_speculation_a_round_makes_one_token():
-    plain = build_record(changed(method="none", drafter=None, num_speculative_tokens=0), [result("a", [0, 0, 0], 1.0, drafted=0)])
+    plain = build_record(
+        changed(method="none", drafter=None, num_speculative_tokens=0), [result("a", [0, 0, 0], 1.0, drafted=0)]
+    )
     assert plain.acceptance_length == 1.0
     assert plain.acceptance_rate is None  # nothing was drafted: not zero
     assert plain.acceptance_per_position == ()
@@ -93,7 +109,9 @@ def test_prompts_decoded_together_are_drawn_together():
     assert record.speedup == pytest.approx(2.0)
     assert record.speedup_interval == pytest.approx((2.0, 2.0))
     alone = build_record(
-        CONDITIONS, [dataclasses.replace(r, batch=None) for r in ours], [dataclasses.replace(r, batch=None) for r in plain]
+        CONDITIONS,
+        [dataclasses.replace(r, batch=None) for r in ours],
+        [dataclasses.replace(r, batch=None) for r in plain],
     )
     assert alone.speedup_interval[0] < 1.8
 
@@ -175,7 +193,10 @@ def test_file_names_differ_where_the_measurement_does():
     names = [build_record(c, [result("a", [1], 1.0)]).file_name() for c in same + different]
     assert names[0] == names[1]
     assert len(set(names)) == 1 + len(different)
-    assert build_record(changed(suite="../my suite"), [result("a", [1], 1.0)]).file_name() == ".._my_suite-hf-eagle3-n3-t0.json"
+    assert (
+        build_record(changed(suite="../my suite"), [result("a", [1], 1.0)]).file_name()
+        == ".._my_suite-hf-eagle3-n3-t0.json"
+    )
 
 
 @pytest.mark.parametrize(
@@ -209,9 +230,16 @@ def test_missing_or_cut_off_files_are_refused(tmp_path):
 
 def test_records_of_a_folder_come_with_the_baselines_first(tmp_path):
     for method, drafter, n in (("eagle3", "d", 5), ("ngram", None, 3), ("eagle3", "d", 3), ("none", None, 0)):
-        build_record(changed(method=method, drafter=drafter, num_speculative_tokens=n), [result("a", [0], 1.0, drafted=n)]).write(tmp_path)
+        build_record(
+            changed(method=method, drafter=drafter, num_speculative_tokens=n), [result("a", [0], 1.0, drafted=n)]
+        ).write(tmp_path)
     records = read_records(tmp_path)
-    assert [(r.method, r.num_speculative_tokens) for r in records] == [("none", 0), ("ngram", 3), ("eagle3", 3), ("eagle3", 5)]
+    assert [(r.method, r.num_speculative_tokens) for r in records] == [
+        ("none", 0),
+        ("ngram", 3),
+        ("eagle3", 3),
+        ("eagle3", 5),
+    ]
     assert distinct_names(records) == ["no speculation", "n-gram", "EAGLE-3 drafter, n = 3", "EAGLE-3 drafter, n = 5"]
 
 
@@ -229,6 +257,10 @@ def test_records_of_a_folder_come_with_the_baselines_first(tmp_path):
 def test_verdict_on_the_simulation(temperature, simulate, expected):
     interval = None if simulate is None else (simulate - 0.2, simulate + 0.2)
     record = dataclasses.replace(
-        full_record(), temperature=temperature, acceptance_length=2.0, simulated_acceptance_length=simulate, simulated_acceptance_length_interval=interval
+        full_record(),
+        temperature=temperature,
+        acceptance_length=2.0,
+        simulated_acceptance_length=simulate,
+        simulated_acceptance_length_interval=interval,
     )
     assert compare_with_simulation(record) == expected

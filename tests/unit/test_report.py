@@ -21,7 +21,9 @@ from spectrain.evaluation.report.tables import evaluation_table
 HOSTILE = '<script>alert("x")</script>&$a_b$\'<b>'
 
 
-def record(method: str, accepted: list[list[int]], seconds: float, with_baseline: bool = True, **conditions: object) -> EvaluationRecord:
+def record(
+    method: str, accepted: list[list[int]], seconds: float, with_baseline: bool = True, **conditions: object
+) -> EvaluationRecord:
     known = {
         "target": "tiny-target",
         "target_revision": "abc",
@@ -73,7 +75,11 @@ FULL = ReportInputs(
     created="1 May 2030",
     records=RECORDS,
     training=TRAINING,
-    examples=(ExampleText("Say hello.", (("Hel", False), ("lo", True), (" world", True), ("!\n", False)), "example one", 1.75),),
+    examples=(
+        ExampleText(
+            "Say hello.", (("Hel", False), ("lo", True), (" world", True), ("!\n", False)), "example one", 1.75
+        ),
+    ),
     drafter_facts=(("taps", "2, 4, 6"),),
     data_facts=(("coverage", "98.7 %"),),
     serve_commands=(ServeCommand("with vLLM", "vllm serve tiny-target"),),
@@ -89,13 +95,20 @@ def full_source() -> str:
 
 
 class Page(HTMLParser):
-    """Tags that were opened and closed in order, the text outside figures and inside, and the text of every ``mark``."""
+    """Tags that were opened and closed in order, the text outside figures and inside, and the text of every
+    ``mark``.
+    """
 
     VOID = frozenset({"meta", "link", "path", "use", "br", "rect"})
 
     def __init__(self, source: str) -> None:
         super().__init__()
-        self.open, self.tags, self.marks, self.text, self.drawn, self.attributes = [], [], [], "", [], []
+        self.open = []
+        self.tags = []
+        self.marks = []
+        self.text = ""
+        self.drawn = []
+        self.attributes = []
         self.feed(source)
         assert self.open == []
 
@@ -139,7 +152,15 @@ def test_full_page_shows_everything():
     assert f"{tau:.3f} → {tau:.3f}" in text
     assert "simulate → loop: equal" in text
     assert "identical, token for token" in text
-    for expected in ("EAGLE-3 drafter", "n-gram", "no speculation", ".800 .400 .200", "2, 4, 6", "98.7 %", "vllm serve tiny-target"):
+    for expected in (
+        "EAGLE-3 drafter",
+        "n-gram",
+        "no speculation",
+        ".800 .400 .200",
+        "2, 4, 6",
+        "98.7 %",
+        "vllm serve tiny-target",
+    ):
         assert expected in text, expected
     for expected in (
         "method: eagle3",
@@ -155,9 +176,13 @@ def test_full_page_shows_everything():
 
 
 def test_policies_are_compared_per_batch_and_confidence_is_judged():
-    stats = ConfidenceStats(50, (0.021, 0.033), (0.122, 0.144), (0.815, None), ((0.25, 0.5, 30), (0.9, 0.85, 20)), ((0.4, 0.5, 50),))
+    stats = ConfidenceStats(
+        50, (0.021, 0.033), (0.122, 0.144), (0.815, None), ((0.25, 0.5, 30), (0.9, 0.85, 20)), ((0.4, 0.5, 50),)
+    )
     fixed = record("dspark", [[3, 1], [2, 1]], 1.25, drafter="d", concurrency=8)
-    cut = record("dspark", [[1, 1], [2, 1]], 1.0, drafter="d", concurrency=8, draft_policy="threshold", draft_threshold=0.3)
+    cut = record(
+        "dspark", [[1, 1], [2, 1]], 1.0, drafter="d", concurrency=8, draft_policy="threshold", draft_threshold=0.3
+    )
     alone = record("dspark", [[1, 1], [2, 1]], 1.0, drafter="d")
     records = [dataclasses.replace(fixed, confidence=stats), cut, alone]
     costs = [("8 at a time", [(8, 20.0), (16, 15.0), (32, 9.5)])]
@@ -184,7 +209,9 @@ def test_figures_carry_the_figures_in_words():
     assert any("EAGLE-3 drafter 2.40" in label and "no speculation 1.00" in label for label in spoken)
     assert any(label.startswith("Conditional") and "EAGLE-3 drafter .80 .50 .50" in label for label in spoken)
     assert any("best 1.70 at step 20" in label for label in spoken)
-    assert any(label.endswith("1: 1.30, 2: 1.50, 10: 1.93") for label in spoken)  # numbers in order, from the best evaluation
+    assert any(
+        label.endswith("1: 1.30, 2: 1.50, 10: 1.93") for label in spoken
+    )  # numbers in order, from the best evaluation
 
 
 def test_page_loads_nothing_and_runs_nothing():
@@ -239,7 +266,18 @@ def test_every_text_is_escaped():
 
 @pytest.mark.parametrize(
     "name",
-    ["created", "records", "training", "examples", "drafter_facts", "data_facts", "serve_commands", "config_yaml", "versions", "hardware"],
+    [
+        "created",
+        "records",
+        "training",
+        "examples",
+        "drafter_facts",
+        "data_facts",
+        "serve_commands",
+        "config_yaml",
+        "versions",
+        "hardware",
+    ],
 )
 def test_each_part_may_be_missing(name):
     # Figures take most of the time: they are drawn only where they are what is missing.
@@ -258,7 +296,10 @@ def test_bare_page_says_that_nothing_was_measured():
 
 def test_unmeasured_figures_are_dashes_not_numbers():
     bare = dataclasses.replace(
-        record("eagle3", [[]], 1.0, with_baseline=False), acceptance_length_interval=None, simulated_acceptance_length=None, drafter="d"
+        record("eagle3", [[]], 1.0, with_baseline=False),
+        acceptance_length_interval=None,
+        simulated_acceptance_length=None,
+        drafter="d",
     )
     assert bare.acceptance_length is None
     page = Page(render_report(ReportInputs(title="t", target="tiny-target", records=[bare])))
@@ -268,7 +309,9 @@ def test_unmeasured_figures_are_dashes_not_numbers():
 
 
 def test_a_drafter_that_slows_down_or_changes_the_output_is_reported_as_such():
-    slow = dataclasses.replace(RECORDS[2], speedup=0.8, speedup_interval=(0.7, 0.9), output_identical=False, simulated_acceptance_length=3.0)
+    slow = dataclasses.replace(
+        RECORDS[2], speedup=0.8, speedup_interval=(0.7, 0.9), output_identical=False, simulated_acceptance_length=3.0
+    )
     text = Page(render_report(dataclasses.replace(FULL, records=[*RECORDS[:2], slow]))).text
     assert "decodes at 0.80 times its own speed" in text
     assert "differs from plain greedy decoding" in text
@@ -276,7 +319,13 @@ def test_a_drafter_that_slows_down_or_changes_the_output_is_reported_as_such():
 
 
 def test_resumed_training_draws_each_step_once_and_skips_what_is_not_a_number():
-    resumed = [{"step": 1, "loss": 9.0}, {"step": 2, "loss": 8.0}, {"step": 2, "loss": 3.0}, {"step": 3, "loss": float("nan")}, {"lr": 1}]
+    resumed = [
+        {"step": 1, "loss": 9.0},
+        {"step": 2, "loss": 8.0},
+        {"step": 2, "loss": 3.0},
+        {"step": 3, "loss": float("nan")},
+        {"lr": 1},
+    ]
     (label,) = labels(Page(render_report(ReportInputs(title="t", target="tiny-target", training=resumed))))
     assert label == "Training loss over 2 steps, from 6 to 6"
 
@@ -302,11 +351,19 @@ def shown(records, width: int = 130) -> str:
 
 def test_terminal_table_has_a_row_per_method_and_the_simulation():
     lines = shown(RECORDS).splitlines()
-    assert lines[0] == "tiny-target · suite heldout · 2 prompts · 3 draft tokens · greedy · 1 at a time · engine hf (5.19)"
+    assert (
+        lines[0] == "tiny-target · suite heldout · 2 prompts · 3 draft tokens · greedy · 1 at a time · engine hf (5.19)"
+    )
     (plain,) = [line for line in lines if line.strip().startswith("no speculation")]
     assert plain.split()[2:] == ["1.00", "–", f"{RECORDS[0].output_tokens_per_s:.1f}", "–", "–"]
     (drafter,) = [line for line in lines if line.strip().startswith("EAGLE-3 drafter ")]
-    for expected in ("2.40 (2.33–2.50)", ".800 .400 .200", f"{RECORDS[2].output_tokens_per_s:.1f}", f"{RECORDS[2].speedup:.2f}×", "yes"):
+    for expected in (
+        "2.40 (2.33–2.50)",
+        ".800 .400 .200",
+        f"{RECORDS[2].output_tokens_per_s:.1f}",
+        f"{RECORDS[2].speedup:.2f}×",
+        "yes",
+    ):
         assert expected in drafter
     assert "EAGLE-3 drafter: promised (simulate) τ = 2.400, served (loop) τ = 2.400: equal" in lines
 

@@ -77,7 +77,11 @@ def generation_config(**fields: object) -> object:
         ({}, {"do_sample": False, "temperature": 0.6, "top_p": 0.95, "top_k": 20}, (0.0, 1.0, 0)),
         ({"temperature": 0.0}, {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20}, (0.0, 1.0, 0)),
         ({"temperature": 1.0}, {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20}, (1.0, 0.95, 20)),
-        ({"temperature": 1.0, "top_p": 1.0, "top_k": 0}, {"temperature": 0.6, "top_p": 0.95, "top_k": 20}, (1.0, 1.0, 0)),
+        (
+            {"temperature": 1.0, "top_p": 1.0, "top_k": 0},
+            {"temperature": 0.6, "top_p": 0.95, "top_k": 20},
+            (1.0, 1.0, 0),
+        ),
         ({"temperature": 0.8, "top_p": 0.5, "top_k": 7}, {}, (0.8, 0.5, 7)),
         ({"top_p": 0.5, "top_k": 7}, {}, (0.0, 1.0, 0)),
     ],
@@ -90,7 +94,9 @@ def test_resolved_sampling(asked: dict[str, float], own: dict[str, float], expec
 
 
 def test_greedy_without_a_generation_config() -> None:
-    assert resolve_sampling(SamplingConfig()) == Sampling(temperature=0.0, top_p=1.0, top_k=0, max_new_tokens=512, seed=0)
+    assert resolve_sampling(SamplingConfig()) == Sampling(
+        temperature=0.0, top_p=1.0, top_k=0, max_new_tokens=512, seed=0
+    )
 
 
 def test_unapplied_generation_fields_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +129,9 @@ def test_key_changes_with_all_that_decides_a_response_and_nothing_else() -> None
     renamed = dataclasses.replace(base, id="b", domain="d", source="f:1")
     assert response_key(renamed, SAMPLING, "target", "revision") == keys[0]
     resampled = dataclasses.replace(SAMPLING, seed=9)
-    assert response_key(imported, resampled, "target", "revision") == response_key(imported, SAMPLING, "target", "revision")
+    assert response_key(imported, resampled, "target", "revision") == response_key(
+        imported, SAMPLING, "target", "revision"
+    )
 
 
 @pytest.mark.parametrize(
@@ -201,7 +209,11 @@ def test_splits_are_a_choice_of_the_run(tmp_path: Path) -> None:
     responses = [make_response(i) for i in range(3)]
     store.append(responses)
     keys = [response.key for response in responses]
-    assert [response.split for response in store.load(keys, splits={keys[1]: "heldout"})] == ["train", "heldout", "train"]
+    assert [response.split for response in store.load(keys, splits={keys[1]: "heldout"})] == [
+        "train",
+        "heldout",
+        "train",
+    ]
 
 
 def test_missing_responses_are_named(tmp_path: Path) -> None:
@@ -227,7 +239,9 @@ def test_broken_and_foreign_parts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dies_at", ["pq.write_table", "os.fsync", "os.replace"])
-def test_death_at_each_step_of_writing_leaves_the_store_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_at: str) -> None:
+def test_death_at_each_step_of_writing_leaves_the_store_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_at: str
+) -> None:
     class Killed(BaseException):
         pass
 

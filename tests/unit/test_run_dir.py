@@ -53,10 +53,15 @@ def test_a_changed_fixed_input_says_what_changed_and_removes_what_came_of_it(run
     finish(run_dir, "fit", growing={}, output=[run_dir.drafter / "config.json", run_dir.metrics])
     finish(run_dir, "eval/heldout-n3-t0", growing={}, output=[run_dir.eval / "a.json", run_dir.report])
     decision = decide(run_dir, fixed=FIXED | {"drafter.taps": [1, 2, 3]})
-    assert str(decision) == "capture: drafter.taps changed from [2, 15, 27] to [1, 2, 3]: hidden states are captured again"
+    assert (
+        str(decision) == "capture: drafter.taps changed from [2, 15, 27] to [1, 2, 3]: hidden states are captured again"
+    )
     with run_dir.running(decision):
         assert (run_dir.responses / "part").exists()
-        assert not any(path.exists() for path in (run_dir.hidden_states, run_dir.drafter, run_dir.metrics, run_dir.eval, run_dir.report))
+        assert not any(
+            path.exists()
+            for path in (run_dir.hidden_states, run_dir.drafter, run_dir.metrics, run_dir.eval, run_dir.report)
+        )
     assert set(run_dir.manifest()["stages"]) == {"generate", "capture"}
 
 
@@ -64,7 +69,10 @@ def test_a_changed_growing_input_keeps_what_is_there(run_dir):
     finish(run_dir, "generate", output=[run_dir.responses / "part"])
     more = {"prompts": "12 (bb)"}
     decision = decide(run_dir, "generate", growing=more, whole=False)
-    assert (decision.action, str(decision)) == ("resume", "generate: prompts changed from 10 (aa) to 12 (bb): what is missing is added")
+    assert (decision.action, str(decision)) == (
+        "resume",
+        "generate: prompts changed from 10 (aa) to 12 (bb): what is missing is added",
+    )
     with run_dir.running(decision):
         assert (run_dir.responses / "part").exists()
     # Fewer prompts again: nothing is missing, but the manifest must name the new inputs.
@@ -132,7 +140,8 @@ def test_a_folder_that_is_no_run_directory_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", '{"stages": {}}', '{"schema_version": 1}', '{"schema_version": 99, "stages": {}, "target": null}']
+    "text",
+    ["", "{", "[]", '{"stages": {}}', '{"schema_version": 1}', '{"schema_version": 99, "stages": {}, "target": null}'],
 )
 def test_a_broken_manifest_is_named(tmp_path, text):
     (tmp_path / "manifest.json").write_text(text)
@@ -153,13 +162,13 @@ def test_writing_needs_the_lock(tmp_path):
         pass
 
 
-HOLD = (
-    "import sys; from spectrain.stages.run_dir import RunDir\nwith RunDir(sys.argv[1]).locked():\n    print('held', flush=True); sys.stdin.read()"
-)
+HOLD = "import sys; from spectrain.stages.run_dir import RunDir\nwith RunDir(sys.argv[1]).locked():\n    print('held', flush=True); sys.stdin.read()"  # noqa: E501
 
 
 def test_two_processes_cannot_work_in_one_directory_and_a_kill_releases_it(tmp_path):
-    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == b"held\n"
         with pytest.raises(InputError, match=f"in use by process {holder.pid}"), RunDir(tmp_path).locked():

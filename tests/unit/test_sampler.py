@@ -1,4 +1,6 @@
-"""Which documents each rank trains at each step: all of them, once an epoch, whatever the number of ranks and micro-batches."""
+"""Which documents each rank trains at each step: all of them, once an epoch, whatever the number of ranks and
+micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def test_many_epochs_and_a_few_steps_are_planned_as_a_few_steps() -> None:
     st.integers(1, 3),
     st.integers(1, 3),
 )
-def test_every_epoch_has_every_document_once(lengths: list[int], world: int, accumulation: int, rows: int, epochs: int) -> None:
+def test_every_epoch_has_every_document_once(
+    lengths: list[int], world: int, accumulation: int, rows: int, epochs: int
+) -> None:
     ranks = samplers(world, lengths, gradient_accumulation=accumulation, micro_batch_size=rows, epochs=epochs)
     assert len({tuple(r.steps_per_epoch) for r in ranks}) == 1
     seen = {epoch: Counter() for epoch in range(epochs)}
@@ -54,7 +58,10 @@ def test_every_epoch_has_every_document_once(lengths: list[int], world: int, acc
 
 def step_sets(world: int, **options: Any) -> list[Counter]:
     ranks = samplers(world, **options)
-    return [Counter(d for rank in ranks for micro in rank[step].micro_batches for d in micro) for step in range(ranks[0].total_steps)]
+    return [
+        Counter(d for rank in ranks for micro in rank[step].micro_batches for d in micro)
+        for step in range(ranks[0].total_steps)
+    ]
 
 
 def test_a_global_batch_does_not_depend_on_how_it_is_split() -> None:

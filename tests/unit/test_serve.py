@@ -35,9 +35,9 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 def target(tmp_path) -> Path:
     """A target's folder as far as `serve` looks into it; the weights are never read."""
     folder = tmp_path / "a target"  # the space has to survive shells
-    tiny_config("llama", hidden_size=HIDDEN, vocab_size=VOCAB, num_hidden_layers=7, architectures=["LlamaForCausalLM"]).save_pretrained(
-        folder
-    )
+    tiny_config(
+        "llama", hidden_size=HIDDEN, vocab_size=VOCAB, num_hidden_layers=7, architectures=["LlamaForCausalLM"]
+    ).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
 
@@ -73,7 +73,7 @@ def speculation(arguments: list[str]) -> dict[str, Any]:
     return json.loads(value_of(arguments, "--speculative-config"))
 
 
-# --- what a drafter says ---------------------------------------------------------------------------------------------------------
+# --- what a drafter says -------------------------------------------------------------------------------------------
 
 
 def test_a_folder_is_read_without_its_weights(drafter, target):
@@ -154,12 +154,13 @@ def test_a_hub_that_gives_nothing(monkeypatch):
     monkeypatch.setattr("huggingface_hub.hf_hub_download", nowhere)
     monkeypatch.setattr("huggingface_hub.HfApi", lambda: SimpleNamespace(model_info=unreachable))
     with pytest.raises(
-        InputError, match=r"drafter.path=org/drafter is no folder here, and the Hub gives no config.json .*no route to host"
+        InputError,
+        match=r"drafter.path=org/drafter is no folder here, and the Hub gives no config.json .*no route to host",
     ):
         served.read_serving_config("org/drafter")
 
 
-# --- the command -----------------------------------------------------------------------------------------------------------------
+# --- the command ---------------------------------------------------------------------------------------------------
 
 
 def test_a_folder_alone_gives_target_method_and_number(drafter, target):
@@ -168,13 +169,20 @@ def test_a_folder_alone_gives_target_method_and_number(drafter, target):
     assert str(target) in arguments
     assert speculation(arguments) == {"model": str(drafter), "method": "eagle3", "num_speculative_tokens": 4}
     # Limits and seeds of spectrain's own runs are none of a server's.
-    assert not {"--max-model-len", "--generation-config", "--seed", "--revision", "--trust-remote-code"} & set(arguments)
+    assert not {"--max-model-len", "--generation-config", "--seed", "--revision", "--trust-remote-code"} & set(
+        arguments
+    )
 
 
 def test_engine_settings_and_flags_are_handed_on(drafter):
     arguments = command(
         f"drafter.path={drafter}",
-        *("engine.tensor_parallel_size=2", "engine.quantization=fp8", "engine.args.max_model_len=1024", "target.dtype=bfloat16"),
+        *(
+            "engine.tensor_parallel_size=2",
+            "engine.quantization=fp8",
+            "engine.args.max_model_len=1024",
+            "target.dtype=bfloat16",
+        ),
         *("--", "--port", "8001", "--api-key", "s p"),
     )
     assert value_of(arguments, "--tensor-parallel-size") == "2"
@@ -217,14 +225,16 @@ def test_what_serve_cannot_do_is_refused_not_ignored(drafter):
         command(f"drafter.path={drafter}", "engine.args.speculative_config={draft_sample_method: probabilistic}")
 
 
-# --- the target ------------------------------------------------------------------------------------------------------------------
+# --- the target ----------------------------------------------------------------------------------------------------
 
 
 def test_a_target_on_the_hub_comes_at_the_commit_it_was_trained_for(tmp_path):
     arguments = command(f"drafter.path={write_drafter(tmp_path / 'd', 'org/target', target_revision=COMMIT)}")
     assert "org/target" in arguments
     assert value_of(arguments, "--revision") == COMMIT
-    assert "--revision" not in command(f"drafter.path={write_drafter(tmp_path / 'e', 'org/target', target_revision=64 * 'a')}")
+    assert "--revision" not in command(
+        f"drafter.path={write_drafter(tmp_path / 'e', 'org/target', target_revision=64 * 'a')}"
+    )
 
 
 def test_the_target_that_is_named_wins(tmp_path, target):
@@ -244,7 +254,9 @@ def test_a_drafter_in_the_layout_of_others_is_served_as_it_is(tmp_path, target):
     drafter = write(eagle3, random_drafter(Options(), dtype=torch.float32), tmp_path / "theirs")
     found = speculation(command(f"drafter.path={drafter}", f"target.path={target}"))
     assert found == {"model": str(drafter), "method": "eagle3", "num_speculative_tokens": 3}
-    with pytest.raises(InputError, match=r"theirs does not say what it was trained for: name the target with target.path"):
+    with pytest.raises(
+        InputError, match=r"theirs does not say what it was trained for: name the target with target.path"
+    ):
         command(f"drafter.path={drafter}")
 
 
@@ -263,7 +275,7 @@ def test_a_drafter_for_another_target_is_refused(drafter, target, changes, messa
         command(f"drafter.path={drafter}")
 
 
-# --- how many drafts -------------------------------------------------------------------------------------------------------------
+# --- how many drafts -----------------------------------------------------------------------------------------------
 
 
 def evaluated(run_dir: Path, digest: str, **speedups: float) -> None:
@@ -286,8 +298,12 @@ def test_evaluation_recommends_the_number(drafter, capsys):
     evaluated(run_dir, drafter_digest(drafter), n2=1.2, n3=1.6, n5=1.4)
     assert speculation(command(f"run.dir={run_dir}"))["num_speculative_tokens"] == 3
     assert "3 drafts a round: 1.60x measured" in capsys.readouterr().err
-    assert speculation(command(f"drafter.path={drafter}"))["num_speculative_tokens"] == 3  # found beside the folder, too
-    assert speculation(command(f"run.dir={run_dir}", "decoding.num_speculative_tokens=1"))["num_speculative_tokens"] == 1
+    assert (
+        speculation(command(f"drafter.path={drafter}"))["num_speculative_tokens"] == 3
+    )  # found beside the folder, too
+    assert (
+        speculation(command(f"run.dir={run_dir}", "decoding.num_speculative_tokens=1"))["num_speculative_tokens"] == 1
+    )
 
 
 def test_what_was_measured_of_other_weights_says_nothing(drafter):
@@ -312,21 +328,28 @@ def test_a_drafter_that_does_not_pay_is_said_to(drafter, capsys):
 
 def test_a_block_drafter_has_no_more_slots_than_it_was_trained_with(drafter):
     rewrite(drafter, speculators_model_type="dflash", block_size=4, sample_from_anchor=False)
-    assert speculation(command(f"drafter.path={drafter}", "decoding.num_speculative_tokens=3"))["num_speculative_tokens"] == 3
+    assert (
+        speculation(command(f"drafter.path={drafter}", "decoding.num_speculative_tokens=3"))["num_speculative_tokens"]
+        == 3
+    )
     with pytest.raises(ConfigError, match="drafts at most 3: lower it"):
         command(f"drafter.path={drafter}", "decoding.num_speculative_tokens=4")
 
 
-# --- printing and starting -------------------------------------------------------------------------------------------------------
+# --- printing and starting -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("option", ["--print", "--dry-run"])
 def test_printed_commands_are_what_a_shell_would_run(drafter, target, capsys, option, monkeypatch):
     monkeypatch.setattr(os, "execvpe", lambda *arguments: pytest.fail("a server was about to start"))
-    assert cli.main(["serve", f"drafter.path={drafter}", "engine.environment.SOME=a b", option, "--", "--port", "1"]) == 0
+    assert (
+        cli.main(["serve", f"drafter.path={drafter}", "engine.environment.SOME=a b", option, "--", "--port", "1"]) == 0
+    )
     line = capsys.readouterr().out
     assert line.count("\n") == 1
-    told = subprocess.run(["bash", "-c", f"set -- {line.strip()}; printf '%s\\n' \"$@\""], capture_output=True, text=True, check=True)
+    told = subprocess.run(
+        ["bash", "-c", f"set -- {line.strip()}; printf '%s\\n' \"$@\""], capture_output=True, text=True, check=True
+    )
     words = told.stdout.splitlines()
     assert words == shlex.split(line)
     assert "SOME=a b" in words

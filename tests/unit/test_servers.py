@@ -1,4 +1,6 @@
-"""The pool of servers against servers that misbehave: nothing is lost, nothing is answered twice, and what cannot go on says why."""
+"""The pool of servers against servers that misbehave: nothing is lost, nothing is answered twice, and what cannot go on
+says why.
+"""
 
 import re
 import sys
@@ -10,7 +12,7 @@ import pytest
 from fake_server import DROP, HANG, OK, FakeServer, completion
 
 from spectrain.engines.vllm.completions import check_server_model
-from spectrain.engines.vllm.requests import Request, ReportedRound
+from spectrain.engines.vllm.requests import ReportedRound, Request
 from spectrain.engines.vllm.server_process import ServerProcess
 from spectrain.engines.vllm.servers import Endpoint, ServerPool
 from spectrain.errors import ConfigError, RunError
@@ -69,11 +71,19 @@ def test_a_request_says_all_that_changes_the_distribution_and_the_reply_is_read_
 
     def behave(body, count):
         reply = completion(body, finish_reason="stop", token_ids=[7, 8, 2])
-        return 200, {**reply, "kv_transfer_params": {"hidden_states_path": "/x"}, "metrics": {"speculative_decoding": speculation}}
+        return 200, {
+            **reply,
+            "kv_transfer_params": {"hidden_states_path": "/x"},
+            "metrics": {"speculative_decoding": speculation},
+        }
 
     with FakeServer(behave) as server:
         pool = open_pool(server)
-        pool.submit(Request("a", [1, 2, 3], 9, temperature=0.5, top_p=0.9, top_k=20, seed=11, stop_ids=(2, 5), states={"k": [1]}))
+        pool.submit(
+            Request(
+                "a", [1, 2, 3], 9, temperature=0.5, top_p=0.9, top_k=20, seed=11, stop_ids=(2, 5), states={"k": [1]}
+            )
+        )
         pool.submit(Request("b", [4], 1))
         by_id = {}
         while len(by_id) < 2:
@@ -183,7 +193,10 @@ def test_another_prompt_than_was_sent_is_no_answer(open_pool):
 @pytest.mark.parametrize("how", ["drops", "hangs", "error", "unhealthy"])
 def test_the_work_of_a_dead_server_goes_to_the_others(open_pool, how, capsys):
     outcome = {"drops": DROP, "hangs": HANG, "error": 500, "unhealthy": 503}[how]
-    with FakeServer(lambda body, count: outcome, health=503 if how == "unhealthy" else 200) as dead, FakeServer() as well:
+    with (
+        FakeServer(lambda body, count: outcome, health=503 if how == "unhealthy" else 200) as dead,
+        FakeServer() as well,
+    ):
         pool = open_pool(dead, well, timeout_s=0.2)
         ask(pool, range(20))
         assert answers_of(pool, 20) == expected(range(20))
@@ -217,7 +230,9 @@ def test_one_bad_request_kills_no_server(open_pool):
             pool = open_pool(one, other, concurrency=2)
             ask(pool, range(60))
             found = {}
-            with pytest.raises(RunError, match=r"request 7 fails at every server, though others are answered \(status 500"):
+            with pytest.raises(
+                RunError, match=r"request 7 fails at every server, though others are answered \(status 500"
+            ):
                 collect_into(found, pool, 60)
             assert pool.capacity == 4
             assert one.seen[1, bad] == other.seen[1, bad] == 3
@@ -255,7 +270,7 @@ def test_closing_does_not_wait_for_requests(open_pool):
         pool.close()
 
 
-# --- servers that are started here ---------------------------------------------------------------------------------------------------
+# --- servers that are started here ---------------------------------------------------------------------------------
 
 
 def started(tmp_path, *options):
@@ -282,14 +297,17 @@ def test_a_started_server_that_dies_is_started_again_once(open_pool, tmp_path, c
 def test_a_server_that_does_not_come_up_is_quoted(tmp_path):
     server = started(tmp_path, "--no-such-option")
     with pytest.raises(
-        RunError, match=r"server 1 ended before it was ready \(exit code 2\)[\s\S]*unrecognized arguments: --no-such-option"
+        RunError,
+        match=r"server 1 ended before it was ready \(exit code 2\)[\s\S]*unrecognized arguments: --no-such-option",
     ):
         server.restart(20.0)
     server.stop()
 
 
 def test_closing_ends_a_restart(open_pool, tmp_path):
-    server = ServerProcess("server 1", [sys.executable, "-c", "import time; time.sleep(3600)"], {}, tmp_path / "server.log")
+    server = ServerProcess(
+        "server 1", [sys.executable, "-c", "import time; time.sleep(3600)"], {}, tmp_path / "server.log"
+    )
     pool = open_pool(server)
     pool._loop.call_soon_threadsafe(pool._mark_dead, pool.endpoints[0], "said so")
     while server.exit_code is not None or server._guard is None:
@@ -301,7 +319,7 @@ def test_closing_ends_a_restart(open_pool, tmp_path):
         server.start()
 
 
-# --- servers that run already --------------------------------------------------------------------------------------------------------
+# --- servers that run already --------------------------------------------------------------------------------------
 
 
 def test_a_server_is_known_by_name_or_by_folder():

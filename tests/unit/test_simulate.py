@@ -8,7 +8,14 @@ import pytest
 import torch
 
 from spectrain.decoding.acceptance import Round, acceptance
-from spectrain.decoding.simulate import Span, acceptance_probability, expected_acceptance, supervised_spans, simulate, expected_acceptance_by_length
+from spectrain.decoding.simulate import (
+    Span,
+    acceptance_probability,
+    expected_acceptance,
+    expected_acceptance_by_length,
+    simulate,
+    supervised_spans,
+)
 
 
 def truths(rows):
@@ -16,7 +23,8 @@ def truths(rows):
 
 
 def test_rounds_of_a_hand_simulated_answer():
-    # Six tokens. Anchor 0 accepts two of three and jumps to 3, which accepts the remaining two: the third slot is beyond the text.
+    # Six tokens. Anchor 0 accepts two of three and jumps to 3, which accepts the remaining two: the third slot is
+    # beyond the text.
     accept = truths(["110", "000", "000", "111", "000", "000"])
     assert simulate(Span(10, accept, stopped=True), 3) == [Round(10, 3, 2), Round(13, 3, 2)]
     assert simulate(Span(10, accept, stopped=False), 3) == [Round(10, 3, 2), Round(13, 3, 2, cut=True)]
@@ -75,7 +83,9 @@ def test_expectation_equals_full_enumeration(n):
 
 def test_expectation_equals_the_simulation_where_nothing_is_random():
     rng = np.random.default_rng(2)
-    spans = [Span(0, rng.random((length, 7)) < 0.7, bool(rng.integers(0, 2))) for length in rng.integers(1, 60, size=40)]
+    spans = [
+        Span(0, rng.random((length, 7)) < 0.7, bool(rng.integers(0, 2))) for length in rng.integers(1, 60, size=40)
+    ]
     for n, expected in enumerate(expected_acceptance_by_length(spans, 7), start=1):
         stats = acceptance([simulate(span, n) for span in spans], num_positions=n)
         assert (expected.rounds, expected.accepted_tokens) == (stats.rounds, stats.accepted_tokens)

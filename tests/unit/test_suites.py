@@ -60,12 +60,20 @@ def test_missing_or_broken_file_names_the_field_or_the_line(tmp_path):
 
 
 def test_equal_prompts_count_once_and_answers_are_left_behind(tmp_path):
-    answered = {"id": "b", "messages": [{"role": "user", "content": "two"}, {"role": "assistant", "content": "an answer"}]}
+    answered = {
+        "id": "b",
+        "messages": [{"role": "user", "content": "two"}, {"role": "assistant", "content": "an answer"}],
+    }
     file = write(
-        tmp_path / "p.jsonl", [{"id": "a", "turns": ["one"]}, answered, {"id": "c", "turns": ["one"]}, {"id": "d", "turns": ["three"]}]
+        tmp_path / "p.jsonl",
+        [{"id": "a", "turns": ["one"]}, answered, {"id": "c", "turns": ["one"]}, {"id": "d", "turns": ["three"]}],
     )
     chosen = load_suite(SuiteConfig(prompts=str(file)), [], [])
-    assert [(c.id, c.turns, c.answers) for c in chosen] == [("a", ("one",), None), ("b", ("two",), None), ("d", ("three",), None)]
+    assert [(c.id, c.turns, c.answers) for c in chosen] == [
+        ("a", ("one",), None),
+        ("b", ("two",), None),
+        ("d", ("three",), None),
+    ]
 
 
 def test_system_prompt_is_given_only_to_those_without(tmp_path):

@@ -21,7 +21,9 @@ WRAPPERS = ("gemma3", "gemma4", "qwen3_5")
 
 @dataclasses.dataclass
 class Reference:
-    """What transformers' own model computes on a few tokens: ids, scaled embeddings, input of the final norm, its output, logits."""
+    """What transformers' own model computes on a few tokens: ids, scaled embeddings, input of the final norm, its
+    output, logits.
+    """
 
     ids_BS: torch.Tensor
     embedded_BSH: torch.Tensor
@@ -79,14 +81,16 @@ def test_sharded_checkpoints_tied_and_untied(family, tied, tmp_path):
 @pytest.mark.parametrize("family", ["gemma2", "granite", "qwen3"])
 def test_head_in_bfloat16_rounds_as_the_model_does(family, tmp_path):
     # √48 is no bfloat16 number, so the embedding scale's own rounding shows.
-    expected = reference(tiny_target(family, tmp_path, dtype=torch.bfloat16, hidden_size=48, num_attention_heads=4), torch.bfloat16)
+    expected = reference(
+        tiny_target(family, tmp_path, dtype=torch.bfloat16, hidden_size=48, num_attention_heads=4), torch.bfloat16
+    )
     head = TargetHead.from_checkpoint(tmp_path, dtype=torch.bfloat16)
     assert torch.equal(head.embed(expected.ids_BS), expected.embedded_BSH)
     scale = expected.logits_BSV.abs().max().item()
     assert largest_error(head.hidden_to_logits(expected.last_hidden_BSH), expected.logits_BSV) < 0.02 * scale
 
 
-# --- The comparison above is worth something only if it fails when a fact is wrong ---------------------------------------------------
+# --- The comparison above is worth something only if it fails when a fact is wrong ---------------------------------
 
 
 def mutants(family):
@@ -101,7 +105,9 @@ def mutants(family):
     yield "embedding", dataclasses.replace(math, embed_scale=1.0 if math.embed_scale != 1.0 else math.hidden_size**0.5)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3_text", "gemma4", "qwen3_5", "qwen3_moe", "cohere", "granite"])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen3", "gemma2", "gemma3_text", "gemma4", "qwen3_5", "qwen3_moe", "cohere", "granite"]
+)
 def test_every_wrong_fact_shows(family, tmp_path):
     expected = reference(tiny_target(family, tmp_path))
     head = TargetHead.from_checkpoint(tmp_path)
@@ -121,7 +127,7 @@ def test_scales_come_from_the_configuration():
     assert FAMILIES["gemma2"].embed_scale == SQRT_HIDDEN
 
 
-# --- Parts of the vocabulary, chunks, modules ----------------------------------------------------------------------------------------
+# --- Parts of the vocabulary, chunks, modules ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", ["gemma2", "granite", "cohere"])
@@ -184,7 +190,9 @@ def test_older_layout_of_a_wrapper(tmp_path):
     expected = reference(tiny_target("gemma3", tmp_path, tie_word_embeddings=True))
     tensors = load_file(tmp_path / "model.safetensors")
     assert "language_model.model.norm.weight" in tensors
-    renamed = {name.replace("language_model.model.", "model.language_model."): tensor for name, tensor in tensors.items()}
+    renamed = {
+        name.replace("language_model.model.", "model.language_model."): tensor for name, tensor in tensors.items()
+    }
     save_file(renamed, tmp_path / "model.safetensors", metadata={"format": "pt"})
     head = TargetHead.from_checkpoint(tmp_path)
     assert largest_error(head.hidden_to_logits(expected.last_hidden_BSH), expected.logits_BSV) < TOLERANCE
@@ -203,7 +211,7 @@ def test_a_tied_configuration_with_its_own_lm_head_follows_the_checkpoint(tmp_pa
     assert largest_error(head.hidden_to_logits(expected.last_hidden_BSH), expected.logits_BSV) < TOLERANCE
 
 
-# --- Errors --------------------------------------------------------------------------------------------------------------------------
+# --- Errors --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["lm_head.weight", "model.norm.weight", "model.embed_tokens.weight"])
@@ -264,7 +272,9 @@ def test_an_unknown_family_is_an_error_even_with_llamas_tensor_names(tmp_path):
         TargetHead.from_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize(("field", "value"), [("logit_scale", 0.5), ("final_logit_softcapping", 30.0), ("embedding_multiplier", 12.0)])
+@pytest.mark.parametrize(
+    ("field", "value"), [("logit_scale", 0.5), ("final_logit_softcapping", 30.0), ("embedding_multiplier", 12.0)]
+)
 def test_a_scaling_field_that_the_family_does_not_read_is_an_error(field, value, tmp_path):
     edit_config(tiny_target("llama", tmp_path), **{field: value})
     with pytest.raises(InputError, match=f"{field}={value}"):

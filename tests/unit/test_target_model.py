@@ -24,7 +24,9 @@ def load(folder, **fields):
 
 def load_tiny(family, folder, **overrides):
     # transformers has no SDPA for gpt_oss (attention sinks).
-    return load(tiny_target(family, folder, **overrides), attn_implementation="eager" if family == "gpt_oss" else "sdpa")
+    return load(
+        tiny_target(family, folder, **overrides), attn_implementation="eager" if family == "gpt_oss" else "sdpa"
+    )
 
 
 def random_ids(rows=2, columns=12):
@@ -114,9 +116,13 @@ def test_with_a_cache_a_text_may_come_in_pieces(family, tmp_path):
     whole = target.run(ids_BS, positions(ids_BS), tap_ids=(1, 3))
     cache = DynamicCache(config=target.model.config.get_text_config(decoder=True))
     first = target.run(ids_BS[:, :7], positions(ids_BS[:, :7]), past_key_values=cache, tap_ids=(1, 3))
-    second = target.run(ids_BS[:, 7:], positions(ids_BS[:, 7:], start=7), past_key_values=first.past_key_values, tap_ids=(1, 3))
+    second = target.run(
+        ids_BS[:, 7:], positions(ids_BS[:, 7:], start=7), past_key_values=first.past_key_values, tap_ids=(1, 3)
+    )
     assert torch.allclose(torch.cat([first.taps_BSAH, second.taps_BSAH], 1), whole.taps_BSAH, atol=1e-4)
-    assert torch.allclose(torch.cat([first.last_hidden_BSH, second.last_hidden_BSH], 1), whole.last_hidden_BSH, atol=1e-4)
+    assert torch.allclose(
+        torch.cat([first.last_hidden_BSH, second.last_hidden_BSH], 1), whole.last_hidden_BSH, atol=1e-4
+    )
 
 
 def test_positions_that_restart_separate_documents(llama):

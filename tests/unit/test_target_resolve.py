@@ -1,4 +1,6 @@
-"""Finding the target: folders, the Hub's cache, the Hub, an installed package; and one clear line when there is none."""
+"""Finding the target: folders, the Hub's cache, the Hub, an installed package; and one clear line when there
+is none.
+"""
 
 import multiprocessing
 import shutil
@@ -52,7 +54,7 @@ def hub_error(kind):
 
 UNREACHABLE = httpx2.ConnectError("Name or service not known")
 
-# --- Folders -------------------------------------------------------------------------------------------------------------------------
+# --- Folders --------------------------------------------------------------------------------------------------------
 
 
 def test_a_folder_is_used_as_it_is(target, tmp_path):
@@ -131,7 +133,7 @@ def test_a_missing_part_is_named(file, message, target):
         resolve_target(TargetConfig(path=str(target)))
 
 
-# --- The Hub -------------------------------------------------------------------------------------------------------------------------
+# --- The Hub -------------------------------------------------------------------------------------------------------
 
 
 def fill_hub_cache(source, tmp_path):
@@ -213,7 +215,7 @@ def test_a_hub_that_never_answers_is_given_up(monkeypatch):
     release.set()
 
 
-# --- The installed package -----------------------------------------------------------------------------------------------------------
+# --- The installed package -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -299,7 +301,7 @@ def test_a_broken_gguf_is_one_line(tmp_path):
     assert "\n" not in str(error.value)
 
 
-# --- Whole or not at all -------------------------------------------------------------------------------------------------------------
+# --- Whole or not at all -------------------------------------------------------------------------------------------
 
 
 def write_slowly(folder: Path) -> None:

@@ -34,7 +34,10 @@ def test_wrappers_report_their_language_model():
 def test_one_of_two_rope_sets_is_chosen_by_layer_kind():
     config = tiny_config("gemma3_text")
     spec = TargetSpec.from_config(config)
-    assert config.rope_parameters["full_attention"]["rope_theta"] != config.rope_parameters["sliding_attention"]["rope_theta"]
+    assert (
+        config.rope_parameters["full_attention"]["rope_theta"]
+        != config.rope_parameters["sliding_attention"]["rope_theta"]
+    )
     assert spec.rope_parameters == config.rope_parameters["full_attention"]
 
 
@@ -56,7 +59,16 @@ def test_a_window_that_no_layer_uses_is_none():
 
 @pytest.mark.parametrize(
     ("layers", "taps"),
-    [(1, (0,)), (2, (0, 1)), (3, (0, 1, 2)), (4, (1, 2, 3)), (5, (2, 3, 4)), (7, (2, 3, 4)), (30, (2, 15, 27)), (36, (2, 18, 33))],
+    [
+        (1, (0,)),
+        (2, (0, 1)),
+        (3, (0, 1, 2)),
+        (4, (1, 2, 3)),
+        (5, (2, 3, 4)),
+        (7, (2, 3, 4)),
+        (30, (2, 15, 27)),
+        (36, (2, 18, 33)),
+    ],
 )
 def test_default_taps(layers, taps):
     spec = TargetSpec.from_config(tiny_config("llama", num_hidden_layers=layers))

@@ -20,12 +20,12 @@ from drafter_tools import (
     random_document,
     random_documents,
     random_drafter,
+    reference_of,
     tensors_of,
     trainer_config,
-    reference_of,
 )
-from torch import Tensor
 from reference import brute_force_loss
+from torch import Tensor
 
 from spectrain.config.schema import DecodingConfig
 from spectrain.data.hidden_states import TargetStates
@@ -59,7 +59,9 @@ def heldout(documents: list[TargetStates]) -> list[TargetStates]:
 def test_the_first_line_is_the_untrained_drafters_brute_force_loss(tmp_path: Path) -> None:
     drafter = random_drafter(OPTIONS)
     documents = random_documents(OPTIONS, drafter.head)
-    expected = brute_force_loss(reference_of(drafter), [as_reference_document(d) for d in documents], 3, OPTIONS.loss.weights, 0.8)
+    expected = brute_force_loss(
+        reference_of(drafter), [as_reference_document(d) for d in documents], 3, OPTIONS.loss.weights, 0.8
+    )
     result = fit(tmp_path, drafter, MemoryStore(documents), one_batch(learning_rate=1e-3, warmup_fraction=0.0))
     (line,) = [line for line in lines(tmp_path) if "loss" in line]
     assert line["step"] == 1 and line["epoch"] == 1
@@ -78,14 +80,19 @@ def test_training_lowers_the_loss_and_writes_the_best_drafter(tmp_path: Path) ->
     config = one_batch(epochs=30, eval_every_steps=10, learning_rate=1e-2)
     result = fit(tmp_path, drafter, MemoryStore(documents + heldout(documents)), config)
     losses = [line["loss"] for line in lines(tmp_path) if "loss" in line]
-    simulations = {line["step"]: line["simulated_acceptance_length"] for line in lines(tmp_path) if "simulated_rounds" in line}
+    simulations = {
+        line["step"]: line["simulated_acceptance_length"] for line in lines(tmp_path) if "simulated_rounds" in line
+    }
     assert len(losses) == result.steps == 30
     assert losses[-1] < 0.8 * losses[0]
     assert set(simulations) == {0, 10, 20, 30}
     assert result.best_acceptance_length == max(simulations.values()) > 1.0
     assert simulations[result.best_step] == result.best_acceptance_length
     recorded = json.loads((tmp_path / "drafter" / "config.json").read_text())["spectrain"]
-    assert recorded["step"] == result.best_step and recorded["simulated_acceptance_length"] == result.best_acceptance_length
+    assert (
+        recorded["step"] == result.best_step
+        and recorded["simulated_acceptance_length"] == result.best_acceptance_length
+    )
 
 
 def test_a_worse_drafter_never_replaces_a_better_one(tmp_path: Path) -> None:
@@ -164,23 +171,38 @@ def test_documents_longer_than_a_row_are_cut_not_dropped(tmp_path: Path) -> None
 def test_a_training_that_was_killed_before_its_first_checkpoint_logs_nothing_twice(tmp_path: Path) -> None:
     documents = random_documents(OPTIONS)
     store = MemoryStore(documents + heldout(documents))
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "simulated_rounds": 1}\n{"step": 1, "loss": 1.0}\n')  # what the killed one left
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 0, "simulated_rounds": 1}\n{"step": 1, "loss": 1.0}\n'
+    )  # what the killed one left
     fit(tmp_path, random_drafter(OPTIONS), store, one_batch(epochs=2, eval_every_steps=2))
-    assert [(line["step"], "loss" in line) for line in lines(tmp_path)] == [(0, False), (1, True), (2, True), (2, False)]
+    assert [(line["step"], "loss" in line) for line in lines(tmp_path)] == [
+        (0, False),
+        (1, True),
+        (2, True),
+        (2, False),
+    ]
 
 
 def test_a_sampled_simulation_is_the_same_at_every_evaluation_of_the_same_weights(tmp_path: Path) -> None:
     drafter = random_drafter(OPTIONS)
     documents = random_documents(OPTIONS, drafter.head)
     decoding = DecodingConfig(temperature=1.0, proposal_policy="sample", num_speculative_tokens=2)
-    config = trainer_config(decoding, packed_length=256, epochs=2, eval_every_steps=1, learning_rate=1e-12, warmup_fraction=0.0)
+    config = trainer_config(
+        decoding, packed_length=256, epochs=2, eval_every_steps=1, learning_rate=1e-12, warmup_fraction=0.0
+    )
     fit(tmp_path, drafter, MemoryStore(documents + heldout(documents)), config)
     simulations = [
         {name: value for name, value in line.items() if name not in ("step", "simulation_s")}
         for line in lines(tmp_path)
         if "simulated_rounds" in line
     ]
-    assert len(simulations) == 3 and simulations[0]["simulated_rounds"] == simulations[1]["simulated_rounds"] == simulations[2]["simulated_rounds"] > 0
+    assert (
+        len(simulations) == 3
+        and simulations[0]["simulated_rounds"]
+        == simulations[1]["simulated_rounds"]
+        == simulations[2]["simulated_rounds"]
+        > 0
+    )
     assert len({simulate["simulated_acceptance_length"] for simulate in simulations}) == 1
     assert set(simulations[0]["simulated_acceptance_length_by_n"]) == {"1", "2", "3"}
 
@@ -207,6 +229,8 @@ def test_states_in_bfloat16_train_a_float32_drafter(tmp_path: Path) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         drafter = random_drafter(OPTIONS, dtype=torch.float32)
         documents = [as_dtype(d, dtype) for d in random_documents(OPTIONS, drafter.head)]
-        documents = [replace(d, log_normalizer=None) for d in documents]  # it belongs to the states before they were rounded
+        documents = [
+            replace(d, log_normalizer=None) for d in documents
+        ]  # it belongs to the states before they were rounded
         losses[dtype] = fit(tmp_path / str(dtype), drafter, MemoryStore(documents), one_batch()).final_loss
     assert losses[torch.bfloat16] == pytest.approx(losses[torch.float32], rel=0.02)

@@ -1,4 +1,6 @@
-"""The sampling distribution against transformers' own warpers, and verification against a float64 loop written from the paper."""
+"""The sampling distribution against transformers' own warpers, and verification against a float64 loop written from the
+paper.
+"""
 
 import math
 
@@ -14,7 +16,15 @@ from spectrain.errors import ConfigError
 
 @pytest.mark.parametrize(
     "sampling",
-    [SamplingParams(1.0), SamplingParams(0.6), SamplingParams(1.0, top_k=5), SamplingParams(0.8, top_p=0.7), SamplingParams(1.3, top_p=0.9, top_k=7), SamplingParams(1.0, top_p=1e-9), SamplingParams(1.0, top_k=999)],
+    [
+        SamplingParams(1.0),
+        SamplingParams(0.6),
+        SamplingParams(1.0, top_k=5),
+        SamplingParams(0.8, top_p=0.7),
+        SamplingParams(1.3, top_p=0.9, top_k=7),
+        SamplingParams(1.0, top_p=1e-9),
+        SamplingParams(1.0, top_k=999),
+    ],
 )
 def test_distribution_is_transformers_sampling_distribution(sampling):
     logits = torch.randn(200, 31, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 3
@@ -58,7 +68,14 @@ def test_impossible_distributions_are_rejected(fields):
 def test_sample_inverts_the_distribution_function():
     weights = torch.tensor([0.0, 0.2, 0.0, 0.6, 0.0]).expand(6, -1)
     uniforms = torch.tensor([0.0, 0.24, 0.26, 0.99, 1 - 2**-53, 0.5], dtype=torch.float64)
-    assert sample(weights, uniforms).tolist() == [1, 1, 3, 3, 3, 3]  # never a token of weight zero, not even at the ends
+    assert sample(weights, uniforms).tolist() == [
+        1,
+        1,
+        3,
+        3,
+        3,
+        3,
+    ]  # never a token of weight zero, not even at the ends
 
 
 def test_sample_over_a_large_vocabulary_is_unbiased():
@@ -102,11 +119,20 @@ def test_verify_equals_the_published_algorithm(one_hot, sampling, ragged):
     draft_sampling = GREEDY if one_hot else sampling
     draft_logits = target_logits[:, :n] + 0.7 * torch.randn(batch, n, vocab, generator=generator, dtype=torch.float64)
     draft_log_probs = truncated_log_probs(draft_logits, draft_sampling)
-    drafts = sample(draft_log_probs.exp().flatten(0, 1), torch.rand(batch * n, generator=generator, dtype=torch.float64)).view(batch, n)
+    drafts = sample(
+        draft_log_probs.exp().flatten(0, 1), torch.rand(batch * n, generator=generator, dtype=torch.float64)
+    ).view(batch, n)
     uniforms = torch.rand(batch, n + 1, generator=generator, dtype=torch.float64)
     lengths = torch.randint(0, n + 1, (batch,), generator=generator) if ragged else None
 
-    verdict = verify(drafts, None if one_hot else draft_log_probs, target_logits, sampling, None if sampling.greedy else uniforms, lengths)
+    verdict = verify(
+        drafts,
+        None if one_hot else draft_log_probs,
+        target_logits,
+        sampling,
+        None if sampling.greedy else uniforms,
+        lengths,
+    )
 
     target_probs = truncated_log_probs(target_logits, sampling).exp()
     row_lengths = [n] * batch if lengths is None else lengths.tolist()
@@ -130,7 +156,9 @@ def test_without_drafts_the_next_token_is_a_plain_sample():
     uniforms = torch.rand(500, 1, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     verdict = verify(torch.zeros(500, 0, dtype=torch.long), None, logits, SamplingParams(0.9), uniforms)
     assert verdict.accepted.tolist() == [0] * 500
-    assert torch.equal(verdict.next_token, sample(truncated_log_probs(logits[:, 0], SamplingParams(0.9)).exp(), uniforms[:, 0]))
+    assert torch.equal(
+        verdict.next_token, sample(truncated_log_probs(logits[:, 0], SamplingParams(0.9)).exp(), uniforms[:, 0])
+    )
 
 
 def test_an_empty_residual_falls_back_to_the_target():
@@ -175,7 +203,9 @@ def test_output_distribution_is_the_targets_and_acceptance_is_one_minus_tv(sampl
     drafts, draft_samplings = torch.stack(drafts, 1), torch.stack(draft_samplings, 1)
     context = torch.cat([torch.zeros(samples, 1, dtype=torch.long), drafts], 1)
     # q is already truncated: temperature 1 leaves it as it is.
-    verdict = verify(drafts, None if one_hot else draft_samplings, q[context], SamplingParams(1.0), uniforms[:, n : 2 * n + 1])
+    verdict = verify(
+        drafts, None if one_hot else draft_samplings, q[context], SamplingParams(1.0), uniforms[:, n : 2 * n + 1]
+    )
 
     # A text goes on after a round with samples of the target; here it only has to be filled up to three tokens.
     tokens = torch.cat([drafts, torch.zeros(samples, 1, dtype=torch.long)], 1)
@@ -186,7 +216,9 @@ def test_output_distribution_is_the_targets_and_acceptance_is_one_minus_tv(sampl
         tokens[:, j] = torch.where(verdict.accepted < j, fill, tokens[:, j])
 
     expected = q.exp()[0][:, None, None] * q.exp()[:, :, None] * q.exp()[None]
-    counts = torch.zeros(vocab, vocab, vocab).index_put_((tokens[:, 0], tokens[:, 1], tokens[:, 2]), torch.ones(samples), accumulate=True)
+    counts = torch.zeros(vocab, vocab, vocab).index_put_(
+        (tokens[:, 0], tokens[:, 1], tokens[:, 2]), torch.ones(samples), accumulate=True
+    )
     support = expected.flatten() > 0
     assert counts.flatten()[~support].sum() == 0
     test = stats.chisquare(counts.flatten()[support].double(), expected.flatten()[support] * samples)

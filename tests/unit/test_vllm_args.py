@@ -52,7 +52,9 @@ def test_what_is_said_later_wins(tmp_path: Path, cpu_build: bool) -> None:
     assert (args["max_num_seqs"], args["seed"], args["block_size"], args["enforce_eager"]) == (5, 11, 32, False)
 
 
-@pytest.mark.parametrize(("positions", "expected"), [(4096, 1004), (1004, 1004), (1002, 1002), (1000, 1000), (None, 1004)])
+@pytest.mark.parametrize(
+    ("positions", "expected"), [(4096, 1004), (1004, 1004), (1002, 1002), (1000, 1000), (None, 1004)]
+)
 def test_drafts_have_room_up_to_the_targets_own_limit(tmp_path: Path, positions: int | None, expected: int) -> None:
     folder = write_config(tmp_path, text_config={"max_position_embeddings": positions} if positions else {})
     extra = {"speculative_config": {"num_speculative_tokens": 3}}
@@ -74,9 +76,17 @@ def test_dtype_is_that_of_the_embedded_engine(tmp_path: Path, cpu_build: bool) -
 
 
 def test_names_are_vllms_own_and_a_slip_is_named() -> None:
-    assert {"model", "max_model_len", "speculative_config", "kv_transfer_config", "tensor_parallel_size"} <= argument_names()
+    assert {
+        "model",
+        "max_model_len",
+        "speculative_config",
+        "kv_transfer_config",
+        "tensor_parallel_size",
+    } <= argument_names()
     check_args({"max_num_batched_tokens": 1, "speculative_config": {"anything": 1}})
-    with pytest.raises(ConfigError, match=r"engine\.args\.max_modle_len: vLLM .* did you mean engine\.args\.max_model_len\?"):
+    with pytest.raises(
+        ConfigError, match=r"engine\.args\.max_modle_len: vLLM .* did you mean engine\.args\.max_model_len\?"
+    ):
         check_args({"max_modle_len": 1})
     with pytest.raises(ConfigError, match="no engine argument zzz"):
         check_args({"zzz": 1})
@@ -85,7 +95,7 @@ def test_names_are_vllms_own_and_a_slip_is_named() -> None:
 def test_names_are_those_of_the_class_itself() -> None:
     """The source is read, not imported; so it must be shown that this finds all of them."""
     # In another process, because vLLM's import leaves traces.
-    ask = "import json; from vllm.engine.arg_utils import EngineArgs; print(json.dumps(sorted(EngineArgs.__dataclass_fields__)))"
+    ask = "import json; from vllm.engine.arg_utils import EngineArgs; print(json.dumps(sorted(EngineArgs.__dataclass_fields__)))"  # noqa: E501
     shown = subprocess.run([sys.executable, "-P", "-c", ask], capture_output=True, text=True, check=True).stdout
     assert json.loads(shown.splitlines()[-1]) == sorted(argument_names())
 
@@ -101,7 +111,17 @@ def test_flags_of_the_command_line() -> None:
         "speculative_config": {"model": "/m", "n": 3},
     }
     assert cli_flags(args) == [
-        *("--model", "a b", "--enforce-eager", "--no-trust-remote-code", "--seed", "0", "--served-model-name", "x", "y"),
+        *(
+            "--model",
+            "a b",
+            "--enforce-eager",
+            "--no-trust-remote-code",
+            "--seed",
+            "0",
+            "--served-model-name",
+            "x",
+            "y",
+        ),
         *("--speculative-config", '{"model": "/m", "n": 3}'),
     ]
 
@@ -134,11 +154,25 @@ def test_nothing_of_a_cpu_is_set_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> No
 def test_any_argument_and_variable_can_be_given_on_the_command_line() -> None:
     config = compose(
         [
-            *("target.path=x", "engine=vllm", "engine.args.max_num_seqs=3", "engine.args={speculative_config: {n: [1, 2]}, a: 0.5}"),
-            *("engine.args.kv_cache_dtype=fp8", "engine.environment.CUDA_VISIBLE_DEVICES=3", "engine.environment.B=x/y"),
+            *(
+                "target.path=x",
+                "engine=vllm",
+                "engine.args.max_num_seqs=3",
+                "engine.args={speculative_config: {n: [1, 2]}, a: 0.5}",
+            ),
+            *(
+                "engine.args.kv_cache_dtype=fp8",
+                "engine.environment.CUDA_VISIBLE_DEVICES=3",
+                "engine.environment.B=x/y",
+            ),
         ]
     )
-    assert config.engine.args == {"max_num_seqs": 3, "speculative_config": {"n": [1, 2]}, "a": 0.5, "kv_cache_dtype": "fp8"}
+    assert config.engine.args == {
+        "max_num_seqs": 3,
+        "speculative_config": {"n": [1, 2]},
+        "a": 0.5,
+        "kv_cache_dtype": "fp8",
+    }
     assert config.engine.environment == {"CUDA_VISIBLE_DEVICES": "3", "B": "x/y"}
     with pytest.raises(ConfigError, match=r"engine\.args must be a mapping"):
         compose(["target.path=x", "engine.args=3"])
@@ -171,7 +205,8 @@ def test_the_last_errors_of_a_log_are_quoted_once_each(tmp_path: Path) -> None:
     assert said.splitlines()[1:] == [
         "  ValueError: head size 8 is not supported",
         "  RuntimeError: Engine core initialization failed",
-        "  pydantic.ValidationError: 1 validation error for ModelConfig; Value error, max_model_len (9) is greater than 8",
+        "  pydantic.ValidationError: 1 validation error for ModelConfig; Value error, max_model_len (9) is greater "
+        "than 8",
     ]
     assert "OSError" in last_errors(log)
 
@@ -190,7 +225,9 @@ def test_what_cannot_work_is_said_before_anything_starts() -> None:
     with pytest.raises(ConfigError, match="needs vLLM"):
         check_config(compose([*given, "capture.during_generation=true"]), "generate")
     with pytest.raises(ConfigError, match=r"needs engine\.connector=spectrain"):
-        check_config(compose([*given, "engine=vllm", "capture.during_generation=true", "engine.connector=stock"]), "generate")
+        check_config(
+            compose([*given, "engine=vllm", "capture.during_generation=true", "engine.connector=stock"]), "generate"
+        )
     # Servers that run already have the arguments they have.
     check_config(compose([*given, "engine=vllm_server", "engine.urls=[http://a:1]"]), "generate")
 
@@ -219,7 +256,10 @@ def test_nothing_runs_that_is_not_what_is_written_down(argument: str, advice: st
 
 
 def test_generation_may_speculate() -> None:
-    check_config(compose(["target.path=x", "data=quickstart", "engine=vllm", "engine.args.speculative_config.method=ngram"]), "generate")
+    check_config(
+        compose(["target.path=x", "data=quickstart", "engine=vllm", "engine.args.speculative_config.method=ngram"]),
+        "generate",
+    )
 
 
 @pytest.mark.parametrize("blocked", ["logs", "vllm.log"])
@@ -265,7 +305,9 @@ def test_files_of_the_working_directory_hide_no_package(tmp_path: Path) -> None:
     command = server_command({})
     module = command.index("-m") + 1
     for started in (guarded([sys.executable, "-c", ""], 1.0), [*command[:module], "this", "--help"]):
-        done = subprocess.run(started, cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            started, cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+        )
         assert "was imported" not in done.stderr
         assert "-P" in started
 

@@ -1,4 +1,6 @@
-"""Conversations through a service: what is asked when, and what is made of the answers. The service is a stand-in, without a model."""
+"""Conversations through a service: what is asked when, and what is made of the answers. The service is a stand-in,
+without a model.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ class Stub:
     """Answers in random order, a few at a time."""
 
     def __init__(self, capacity: int = 3, answer: Callable[[Request], tuple[list[int], str]] = said) -> None:
-        self.capacity, self._answer = capacity, answer
+        self.capacity = capacity
+        self._answer = answer
         self.asked: list[Request] = []
         self.open: list[Request] = []
         self.most_open = self.closed = self.opened = 0
@@ -53,7 +56,10 @@ class Stub:
         self.most_open = max(self.most_open, len(self.open))
 
     def collect(self, timeout_s: float) -> list[Answer]:
-        done = [self.open.pop(self.random.randrange(len(self.open))) for _ in range(self.random.randrange(len(self.open) + 1))]
+        done = [
+            self.open.pop(self.random.randrange(len(self.open)))
+            for _ in range(self.random.randrange(len(self.open) + 1))
+        ]
         return [Answer(request.id, *self._answer(request), seconds=0.1) for request in done]
 
     def close(self) -> None:
@@ -65,7 +71,9 @@ def engine(stub: Stub, max_length: int = 300) -> VLLMEngine:
 
 
 def conversations(count: int, turns: int = 1) -> list[tuple[Conversation, str]]:
-    return [(Conversation(f"c{n}", tuple(f"question {n} {turn}" for turn in range(turns))), "train") for n in range(count)]
+    return [
+        (Conversation(f"c{n}", tuple(f"question {n} {turn}" for turn in range(turns))), "train") for n in range(count)
+    ]
 
 
 def test_every_conversation_is_answered_once_and_the_service_is_kept_full() -> None:
@@ -92,8 +100,14 @@ def test_every_conversation_is_answered_once_and_the_service_is_kept_full() -> N
 
 
 def test_order_and_company_change_nothing() -> None:
-    whole = {response.key: response.input_ids.tolist() for response in engine(Stub(7)).generate(conversations(20, 2), SAMPLING)}
-    part = {response.key: response.input_ids.tolist() for response in engine(Stub(1)).generate(conversations(20, 2)[5:9], SAMPLING)}
+    whole = {
+        response.key: response.input_ids.tolist()
+        for response in engine(Stub(7)).generate(conversations(20, 2), SAMPLING)
+    }
+    part = {
+        response.key: response.input_ids.tolist()
+        for response in engine(Stub(1)).generate(conversations(20, 2)[5:9], SAMPLING)
+    }
     assert len(whole) == 20
     assert part.items() <= whole.items()
 
@@ -122,7 +136,11 @@ def test_a_further_turn_goes_before_conversations_that_have_not_begun() -> None:
 
 def test_states_are_asked_for_with_the_turn_that_is_under_way() -> None:
     stub = Stub(answer=lambda request: ([11, END], "stop"))
-    list(engine(stub).generate(conversations(4, 2), SAMPLING, states_for=lambda dialogue: {"turn": dialogue.turn, "key": dialogue.key}))
+    list(
+        engine(stub).generate(
+            conversations(4, 2), SAMPLING, states_for=lambda dialogue: {"turn": dialogue.turn, "key": dialogue.key}
+        )
+    )
     states = [request.states for request in stub.asked if request.states is not None]
     assert sorted(state["turn"] for state in states) == [0] * 4 + [1] * 4
     assert len({state["key"] for state in states}) == 4

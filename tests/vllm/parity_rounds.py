@@ -1,7 +1,8 @@
-"""Rounds of several vLLM engines, one after the other in one process: ``python parity_rounds.py < jobs.json > rounds.json``.
+"""Rounds of several vLLM engines, one after the other in one process: ``python parity_rounds.py < jobs.json >
+rounds.json``.
 
-Importing vLLM takes ten times as long as starting it on a tiny target, so tests that need many pairs of target and drafter share a
-process. The engine is built and stepped by the package's own host, as ``VLLMProcess`` does it.
+Importing vLLM takes ten times as long as starting it on a tiny target, so tests that need many pairs of target and
+drafter share a process. The engine is built and stepped by the package's own host, as ``VLLMProcess`` does it.
 """
 
 from __future__ import annotations

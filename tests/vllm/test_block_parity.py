@@ -1,8 +1,9 @@
 """Block drafters served by the real vLLM: it drafts, and accepts, what our loop does, round by round.
 
-DFlash runs on vLLM's first model runner; DSpark needs the second, which a CPU runs through Triton's interpreter, slowly: few rounds there.
-DFlash2 has a kernel that the interpreter cannot run: its arithmetic is held against a reference implementation (``test_block_decode.py``), and its parts here
-against the functions that vLLM has for a machine without a GPU.
+DFlash runs on vLLM's first model runner; DSpark needs the second, which a CPU runs through Triton's interpreter,
+slowly: few rounds there. DFlash2 has a kernel that the interpreter cannot run: its arithmetic is held against a
+reference implementation (``test_block_decode.py``), and its parts here against the functions that vLLM has for a
+machine without a GPU.
 """
 
 from __future__ import annotations
@@ -45,7 +46,10 @@ DFLASH = {
     ),
 }
 DSPARK = {
-    "from the anchor": ("llama", DrafterConfig("dspark", taps=(1, 4, 6), num_layers=2, block=BlockConfig(block_size=3, markov_rank=16))),
+    "from the anchor": (
+        "llama",
+        DrafterConfig("dspark", taps=(1, 4, 6), num_layers=2, block=BlockConfig(block_size=3, markov_rank=16)),
+    ),
     "from the masks, reduced": (
         "qwen3",
         DrafterConfig(
@@ -70,7 +74,9 @@ class Served:
 
     def ours(self) -> list[Played]:
         family = self.family
-        results = speculative_generate(family.model, self.drafter, self.prompts, self.answer, N, GREEDY, family.eos_ids).results
+        results = speculative_generate(
+            family.model, self.drafter, self.prompts, self.answer, N, GREEDY, family.eos_ids
+        ).results
         return [Played(prompt, result.ids, result.rounds) for prompt, result in zip(self.prompts, results, strict=True)]
 
     def theirs(self) -> list[Played]:
@@ -93,8 +99,14 @@ def trained(family: Family, config: DrafterConfig) -> BlockDrafter:
     with torch.no_grad():
         for _, parameter in sorted(drafter.named_parameters()):  # so that every tensor matters
             noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1 + 0.3 * noise if parameter.ndim == 1 and parameter.shape[0] > 1 else noise / parameter.shape[-1] ** 0.5)
-    batch = pack_batch([dataclasses.replace(states, taps=states.taps[:, list(drafter.taps)]) for states in family.states])
+            parameter.copy_(
+                1 + 0.3 * noise
+                if parameter.ndim == 1 and parameter.shape[0] > 1
+                else noise / parameter.shape[-1] ** 0.5
+            )
+    batch = pack_batch(
+        [dataclasses.replace(states, taps=states.taps[:, list(drafter.taps)]) for states in family.states]
+    )
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=5e-3)
     for _ in range(12 if config.method == "dspark" else 40):  # a Markov head learns fast
         sums = drafter.train_losses(batch)
@@ -104,7 +116,9 @@ def trained(family: Family, config: DrafterConfig) -> BlockDrafter:
     return drafter.eval()
 
 
-def serve(cases: dict[str, tuple[str, DrafterConfig]], folder: Path, answer: int, prompts: int, **variables: str) -> dict[str, Served]:
+def serve(
+    cases: dict[str, tuple[str, DrafterConfig]], folder: Path, answer: int, prompts: int, **variables: str
+) -> dict[str, Served]:
     families = {name: Family.make(name, folder / name) for name, _ in cases.values()}
     engine = vllm_engine(environment=vllm_environment(**variables))
     drafters, jobs = {}, []
@@ -113,7 +127,13 @@ def serve(cases: dict[str, tuple[str, DrafterConfig]], folder: Path, answer: int
         drafters[name] = trained(family, config)
         path = folder / f"drafter-{number}"
         architectures = tuple(family.model.model.config.architectures)
-        save_drafter(drafters[name], path, target=str(family.folder), target_architectures=architectures, num_speculative_tokens=N)
+        save_drafter(
+            drafters[name],
+            path,
+            target=str(family.folder),
+            target_architectures=architectures,
+            num_speculative_tokens=N,
+        )
         found = load_drafter(path).attach(drafters[name].head)  # what vLLM reads is what our loop runs
         assert isinstance(found, BlockDrafter)
         drafters[name] = found
@@ -165,11 +185,15 @@ def test_dflash2_mixes_slots_as_vllm_does(slots: int) -> None:
     from vllm.model_executor.models.qwen3_dflash2 import _grouped_conv
 
     conv: Any = random_block_drafter(DFLASH2).body.layers[0].mlp_conv
-    taken_RBH, given_RBH = torch.randn(2, 3, slots, HIDDEN, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    taken_RBH, given_RBH = torch.randn(
+        2, 3, slots, HIDDEN, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     with torch.no_grad():
         before_RBH, dynamic = conv.before(taken_RBH)
         found = (before_RBH, conv.after(given_RBH, dynamic))
-        coefficients = conv.kernel_projection(taken_RBH.flatten(0, 1)).view(3 * slots, 2, conv.shape.kernel_size, conv.num_groups)
+        coefficients = conv.kernel_projection(taken_RBH.flatten(0, 1)).view(
+            3 * slots, 2, conv.shape.kernel_size, conv.num_groups
+        )
         for side, source_RBH in enumerate((taken_RBH, given_RBH)):
             shape = (slots, conv.num_groups, conv.shape.group_size, conv.shape.kernel_size)
             expected = _grouped_conv(source_RBH.flatten(0, 1), coefficients[:, side], conv.base_kernel[side], *shape)
@@ -184,7 +208,10 @@ def test_dflash2_scores_candidates_as_vllm_does() -> None:
     hidden_RJH = torch.randn(3, slots, HIDDEN, generator=generator, dtype=torch.float64)
     base_RJN = torch.randn(3, slots, top_k, generator=generator, dtype=torch.float64)
     candidates_RJN = torch.randint(0, VOCAB, base_RJN.shape, generator=generator)
-    prev_R, place_R = torch.tensor([1, 4, 9]), torch.zeros(3, dtype=torch.long)  # vLLM's first predecessors are all the anchor
+    prev_R, place_R = (
+        torch.tensor([1, 4, 9]),
+        torch.zeros(3, dtype=torch.long),
+    )  # vLLM's first predecessors are all the anchor
     with torch.no_grad():
         tables = (selector.predecessor_codebook, selector.successor_codebook)
         edges = _score_edges(*tables, candidates_RJN, base_RJN, selector.hidden_projection(hidden_RJH), prev_R, top_k)

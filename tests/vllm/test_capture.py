@@ -70,7 +70,9 @@ class Bench:
         return VLLMCapture(self.open, self.engine, self.config, self.resolved, self.target.spec)
 
     def meta(self, dtype: str = "float32") -> StoreMeta:
-        return StoreMeta(self.resolved.id, self.resolved.revision, "c", "t", "p", self.taps, self.target.spec.hidden_size, dtype)
+        return StoreMeta(
+            self.resolved.id, self.resolved.revision, "c", "t", "p", self.taps, self.target.spec.hidden_size, dtype
+        )
 
     def captured(self, responses: list[Response], name: str, dtype: str = "float32") -> StoredHiddenStates:
         counted: list[int] = []
@@ -95,7 +97,9 @@ def responses_of(bench: Bench, count: int = 12) -> list[Response]:
     return list(bench.embedded.generate(conversations(count), GREEDY))
 
 
-def assert_as_transformers(bench: Bench, store: StoredHiddenStates, responses: list[Response], rtol: float = 1e-3) -> None:
+def assert_as_transformers(
+    bench: Bench, store: StoredHiddenStates, responses: list[Response], rtol: float = 1e-3
+) -> None:
     """Every tap, last hidden state and log-normalizer within ``rtol`` of its scale; zeros in the last row."""
     store.verify_checksums()
     assert store.keys == sorted(response.key for response in responses)
@@ -107,7 +111,9 @@ def assert_as_transformers(bench: Bench, store: StoredHiddenStates, responses: l
         for slot in range(len(bench.taps)):
             ours_SH, theirs_SH = found.taps[:-1, slot].float(), wanted.taps[:-1, slot]
             assert (ours_SH - theirs_SH).abs().max() <= rtol * theirs_SH.abs().max(), (key, bench.taps[slot])
-        assert (found.last_hidden[:-1].float() - wanted.last_hidden[:-1]).abs().max() <= rtol * wanted.last_hidden.abs().max()
+        assert (
+            found.last_hidden[:-1].float() - wanted.last_hidden[:-1]
+        ).abs().max() <= rtol * wanted.last_hidden.abs().max()
         assert not found.taps[-1].any() and not found.last_hidden[-1].any()
         np.testing.assert_allclose(found.log_normalizer, wanted.log_normalizer, rtol=max(rtol, 1e-4))
 
@@ -136,7 +142,10 @@ def test_one_pass_gives_what_a_separate_capture_gives(llama: Bench, one_pass: li
         passed = [response for response in one_pass if response.key in writer.done_keys()]
     assert not has_leftovers(llama.work / "one")
     # All but the one with an answer, and those of two turns whose first answer was cut.
-    cut = sum(len(r.conversation.turns) == 2 and len(np.flatnonzero(np.diff(r.loss_mask, prepend=0) == 1)) == 1 for r in one_pass)
+    cut = sum(
+        len(r.conversation.turns) == 2 and len(np.flatnonzero(np.diff(r.loss_mask, prepend=0) == 1)) == 1
+        for r in one_pass
+    )
     assert len(passed) == 12 - cut >= 8
     assert any(len(response.conversation.turns) == 2 for response in passed)
     assert {response.finish_reason for response in passed} == {"stop", "length"}
@@ -172,7 +181,9 @@ def test_vllms_own_connector_through_the_engine_interface(qwen3_folder: Path, tm
 
 def test_wrong_layers_are_found_before_anything_is_stored(llama: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CapturePlan, "layers", property(lambda plan: [1, 2, 5]))  # instead of 0, 2, 5
-    with pytest.raises(RunError, match=r"as tap 0 is not the residual stream after 0 layers \(it is the one after 1 layers\)"):
+    with pytest.raises(
+        RunError, match=r"as tap 0 is not the residual stream after 0 layers \(it is the one after 1 layers\)"
+    ):
         llama.captured(responses_of(llama, 2), "wrong")
     assert StoredHiddenStates(llama.work / "wrong").keys == []
 

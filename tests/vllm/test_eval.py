@@ -1,4 +1,6 @@
-"""``spectrain eval parity`` and ``spectrain eval engine=vllm`` from the command line, on a run that our own loop has measured."""
+"""``spectrain eval parity`` and ``spectrain eval engine=vllm`` from the command line, on a run that our own loop has
+measured.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,24 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         turns = [[f"Tell me about number {number}.", "And then?"][: 1 + (number % 4 == 0)] for number in numbers]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps({"turns": turn}) + "\n" for turn in turns))
     given = [
-        *("data=jsonl", f"data.train={folder / 'train.jsonl'}", f"data.heldout={folder / 'heldout.jsonl'}", "sampling.temperature=0"),
-        *(f"target.path={folder / 'target'}", "target.name=tiny", "target.max_length=256", "sampling.max_new_tokens=24"),
-        *("trainer.epochs=2", "trainer.packed_length=256", "trainer.learning_rate=0.01", "drafter.draft_vocab_size=150"),
+        *(
+            "data=jsonl",
+            f"data.train={folder / 'train.jsonl'}",
+            f"data.heldout={folder / 'heldout.jsonl'}",
+            "sampling.temperature=0",
+        ),
+        *(
+            f"target.path={folder / 'target'}",
+            "target.name=tiny",
+            "target.max_length=256",
+            "sampling.max_new_tokens=24",
+        ),
+        *(
+            "trainer.epochs=2",
+            "trainer.packed_length=256",
+            "trainer.learning_rate=0.01",
+            "drafter.draft_vocab_size=150",
+        ),
         *("suite.max_prompts=5", "suite.concurrency=2", f"run.dir={folder / 'run'}"),
     ]
     assert main(["run", *given]) == 0
@@ -65,14 +82,19 @@ def test_parity_passes_and_is_bound_to_the_weights(
     changed.joinpath("config.json").write_text(changed.joinpath("config.json").read_text() + " ")
     assert parity_record(run, changed) is None
 
-    # Asked again, nothing is done; with a server that drafts otherwise, the gate fails, says where, and is not satisfied by that record.
+    # Asked again, nothing is done; with a server that drafts otherwise, the gate fails, says where, and is not
+    # satisfied by that record.
     served = stage._served
     monkeypatch.setattr(stage, "_served", lambda context: pytest.fail("vLLM was started for nothing"))
     assert main(["eval", "parity", *arguments, *VLLM]) == 0
     monkeypatch.setattr(stage, "_served", lambda context: _one_wrong_draft(served, context))
     assert main(["eval", "parity", *arguments, *VLLM, "suite.max_prompts=2"]) == 1
     said = capsys.readouterr().err
-    assert "1 of " in said and "rounds differ; the first: prompt 1, round 3, anchor at " in said and "likely cause: " in said
+    assert (
+        "1 of " in said
+        and "rounds differ; the first: prompt 1, round 3, anchor at " in said
+        and "likely cause: " in said
+    )
     entry = run.outputs("eval/parity-n3")["parity"]
     assert not entry["passed"] and entry["first_difference"]["slot"] == 2
     assert main(["eval", "parity", *arguments, *VLLM, "suite.max_prompts=2"]) == 1
@@ -112,7 +134,15 @@ def test_a_quantised_target_is_another_one(arguments: list[str], capsys: pytest.
 
 
 def figures(record: EvaluationRecord) -> dict[str, Any]:
-    names = ("rounds", "cut_rounds", "drafted_tokens", "accepted_tokens", "acceptance_length", "acceptance_per_position", "output_tokens")
+    names = (
+        "rounds",
+        "cut_rounds",
+        "drafted_tokens",
+        "accepted_tokens",
+        "acceptance_length",
+        "acceptance_per_position",
+        "output_tokens",
+    )
     return json.loads(json.dumps({name: getattr(record, name) for name in names}))
 
 
@@ -127,7 +157,10 @@ def test_servers_that_are_started_here_measure_the_same(arguments: list[str], tm
         assert figures(records["vllm_server", method]) == figures(records["hf", method])
     served = records["vllm_server", "eagle3"]
     assert served.engine_version == f"vllm {vllm_version()}" and served.concurrency == 2
-    assert served.output_identical is True and served.simulated_acceptance_length == records["hf", "eagle3"].simulated_acceptance_length
+    assert (
+        served.output_identical is True
+        and served.simulated_acceptance_length == records["hf", "eagle3"].simulated_acceptance_length
+    )
     assert served.baseline_tokens_per_s == records["vllm_server", "none"].output_tokens_per_s
     assert served.speedup is not None
     assert {log.name for log in (run.path / "logs").iterdir()} >= {"vllm-eval-none-1.log", "vllm-eval-eagle3-1.log"}

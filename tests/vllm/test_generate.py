@@ -40,7 +40,8 @@ class Open:
     """Keeps one service for all tests of a module: starting vLLM takes longer than the tests."""
 
     def __init__(self, client: VLLMClient) -> None:
-        self.client, self.closed = client, 0
+        self.client = client
+        self.closed = 0
 
     def __call__(self, purpose: str, extra_args: object) -> VLLMClient:
         opened = self
@@ -57,7 +58,9 @@ class Open:
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])
-def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[HFEngine, VLLMEngine, Open]]:
+def engines(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[HFEngine, VLLMEngine, Open]]:
     folder = request.getfixturevalue(f"{request.param}_folder")
     config = TargetConfig(path=str(folder), max_length=MAX_LENGTH)
     resolved = resolve_target(config)
@@ -76,7 +79,10 @@ def conversations(count: int, turns: int = 1) -> list[tuple[Conversation, str]]:
     words = ("sum", "of the capital", "x", "Paris and 42 and more", "say it", "user")
     asked = []
     for number in range(count):
-        texts = tuple(" ".join(words[(number * 5 + turn + k) % 6] for k in range(1 + number % 5)) + f" {number}" for turn in range(turns))
+        texts = tuple(
+            " ".join(words[(number * 5 + turn + k) % 6] for k in range(1 + number % 5)) + f" {number}"
+            for turn in range(turns)
+        )
         asked.append((Conversation(id=f"c{number}", turns=texts), "heldout" if number % 4 == 3 else "train"))
     return asked
 
@@ -129,7 +135,9 @@ def test_an_answer_ends_with_the_document(engines: tuple[HFEngine, VLLMEngine, O
     assert max(len(response.input_ids) for response in found.values()) == longest + 3
 
 
-def test_sampled_answers_do_not_depend_on_company_and_follow_the_seed(engines: tuple[HFEngine, VLLMEngine, Open]) -> None:
+def test_sampled_answers_do_not_depend_on_company_and_follow_the_seed(
+    engines: tuple[HFEngine, VLLMEngine, Open],
+) -> None:
     _, served, _ = engines
     asked = conversations(10, turns=2)
     whole = by_key(served.generate(asked, SAMPLED))
@@ -141,7 +149,9 @@ def test_sampled_answers_do_not_depend_on_company_and_follow_the_seed(engines: t
 
 
 def test_sampled_answers_follow_the_truncated_distribution(engines: tuple[HFEngine, VLLMEngine, Open]) -> None:
-    """First tokens of one prompt under many seeds, against the distribution computed from the unmodified model's logits (chi-squared)."""
+    """First tokens of one prompt under many seeds, against the distribution computed from the unmodified model's logits
+    (chi-squared).
+    """
     embedded, _, opened = engines
     prompt = embedded.template.first_prompt_ids(conversations(1)[0][0])
     logits_V = embedded.target.model(input_ids=torch.tensor([prompt])).logits[0, -1].double()
@@ -156,7 +166,10 @@ def test_sampled_answers_follow_the_truncated_distribution(engines: tuple[HFEngi
     total = sum(sampling.values())
     draws = 600
     counts = dict.fromkeys(sampling, 0)
-    pending = [Request(f"{n}", prompt, 1, SAMPLED.temperature, SAMPLED.top_p, SAMPLED.top_k, seed=n * 7919 + 1) for n in range(draws)]
+    pending = [
+        Request(f"{n}", prompt, 1, SAMPLED.temperature, SAMPLED.top_p, SAMPLED.top_k, seed=n * 7919 + 1)
+        for n in range(draws)
+    ]
     for request in pending:
         opened.client.submit(request)
     got = 0
@@ -206,13 +219,26 @@ def test_generate_goes_on_after_a_kill_and_leaves_nothing_running(tmp_path: Path
     run = tmp_path / "run"
     variables = vllm_environment()
     arguments = [
-        *("generate", "data=jsonl", f"data.train={tmp_path / 'train.jsonl'}", f"data.heldout={tmp_path / 'heldout.jsonl'}"),
-        *(f"target.path={llama_folder}", "target.max_length=256", "sampling.temperature=0", "sampling.max_new_tokens=60"),
-        *(f"run.dir={run}", "engine=vllm", "engine.max_num_seqs=2", *(f"engine.environment.{k}='{v}'" for k, v in variables.items())),
+        *(
+            "generate",
+            "data=jsonl",
+            f"data.train={tmp_path / 'train.jsonl'}",
+            f"data.heldout={tmp_path / 'heldout.jsonl'}",
+        ),
+        *(
+            f"target.path={llama_folder}",
+            "target.max_length=256",
+            "sampling.temperature=0",
+            "sampling.max_new_tokens=60",
+        ),
+        *(
+            f"run.dir={run}",
+            "engine=vllm",
+            "engine.max_num_seqs=2",
+            *(f"engine.environment.{k}='{v}'" for k, v in variables.items()),
+        ),
     ]
-    small_parts = (
-        "import sys, spectrain.stages.generate as g; g._PART_RESPONSES = 2; from spectrain.cli import main; sys.exit(main(sys.argv[1:]))"
-    )
+    small_parts = "import sys, spectrain.stages.generate as g; g._PART_RESPONSES = 2; from spectrain.cli import main; sys.exit(main(sys.argv[1:]))"  # noqa: E501
     command = [sys.executable, "-P", "-c", small_parts, *arguments]
     process = subprocess.Popen(command)
     try:
@@ -235,7 +261,9 @@ def test_generate_goes_on_after_a_kill_and_leaves_nothing_running(tmp_path: Path
     config = TargetConfig(path=str(llama_folder), max_length=256)
     resolved = resolve_target(config)
     embedded = HFEngine(TargetModel.load(resolved, config), resolved, EngineConfig(), 256)
-    expected = by_key(embedded.generate([(response.conversation, response.split) for response in found], found[0].sampling))
+    expected = by_key(
+        embedded.generate([(response.conversation, response.split) for response in found], found[0].sampling)
+    )
     assert [response.key for response in found if not same(response, expected[response.key])] == []
 
 

@@ -1,4 +1,6 @@
-"""Kills while states are being captured, beyond those of ``test_capture.py``: the run in one pass, and one server of two."""
+"""Kills while states are being captured, beyond those of ``test_capture.py``: the run in one pass, and one server of
+two.
+"""
 
 from __future__ import annotations
 
@@ -40,22 +42,42 @@ def wait_for(condition: Callable[[], object], seconds: float = 240.0) -> None:
 
 
 def test_a_run_in_one_pass_that_is_killed_goes_on(llama_folder: Path, tmp_path: Path) -> None:
-    """States of the killed run are used, those of responses that it did not store are not there twice, and nothing is missing."""
+    """States of the killed run are used, those of responses that it did not store are not there twice, and nothing is
+    missing.
+    """
     for name, numbers in (("train", range(30)), ("heldout", range(30, 34))):
         turns = [[f"Say {number}."] * (1 + (number % 5 == 0)) for number in numbers]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"turns": turn}) + "\n" for turn in turns))
     run = tmp_path / "run"
     arguments = [
         *("data=jsonl", f"data.train={tmp_path / 'train.jsonl'}", f"data.heldout={tmp_path / 'heldout.jsonl'}"),
-        *(f"target.path={llama_folder}", f"target.max_length={MAX_LENGTH}", "sampling.temperature=0", "sampling.max_new_tokens=60"),
-        *("hidden_states.shard_bytes=65536", f"drafter.taps={list(TAPS)}", f"run.dir={run}", "capture.during_generation=true", "engine=vllm"),
-        *("engine.max_num_seqs=2", *(f"engine.environment.{key}='{value}'" for key, value in vllm_environment().items())),
+        *(
+            f"target.path={llama_folder}",
+            f"target.max_length={MAX_LENGTH}",
+            "sampling.temperature=0",
+            "sampling.max_new_tokens=60",
+        ),
+        *(
+            "hidden_states.shard_bytes=65536",
+            f"drafter.taps={list(TAPS)}",
+            f"run.dir={run}",
+            "capture.during_generation=true",
+            "engine=vllm",
+        ),
+        *(
+            "engine.max_num_seqs=2",
+            *(f"engine.environment.{key}='{value}'" for key, value in vllm_environment().items()),
+        ),
     ]
     command = [sys.executable, "-P", "-c", SMALL_PARTS]
     parts, incoming = run / "responses", run / "hidden_states" / ".incoming"
     process = subprocess.Popen([*command, "generate", *arguments])
     try:
-        wait_for(lambda: process.poll() is not None or (any(parts.glob("*.parquet")) and any(incoming.glob("*/*.safetensors"))))
+        wait_for(
+            lambda: (
+                process.poll() is not None or (any(parts.glob("*.parquet")) and any(incoming.glob("*/*.safetensors")))
+            )
+        )
     finally:
         process.kill()
     assert process.wait() == -signal.SIGKILL, "it was done before it could be killed"
@@ -99,6 +121,8 @@ def test_states_that_die_with_one_of_two_servers_are_captured_by_the_other(
     with HiddenStatesWriter(tmp_path / "hidden_states", bench.meta()) as writer:
         bench.capturing.shards(writer, responses, 1 << 24, on_tokens)
     assert killed, "both servers were never at work together"
-    assert sorted(heard) == sorted(len(response.input_ids) for response in responses)  # progress counts no document twice
+    assert sorted(heard) == sorted(
+        len(response.input_ids) for response in responses
+    )  # progress counts no document twice
     assert_as_transformers(bench, StoredHiddenStates(tmp_path / "hidden_states"), responses)
     assert not (tmp_path / "hidden_states" / ".incoming").exists()

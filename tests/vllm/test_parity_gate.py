@@ -1,4 +1,6 @@
-"""The gate against the real vLLM: drafters of every kind pass it, and every wrong reading of a folder fails it by name."""
+"""The gate against the real vLLM: drafters of every kind pass it, and every wrong reading of a folder fails it
+by name.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from spectrain.drafters.autoregressive.eagle3_drafter import Eagle3
 from spectrain.evaluation.diagnosis import explain
 from spectrain.evaluation.parity import ParityReport, Played, compare
 
-# Together: both layer types, 1, 2, 3 and 5 taps, every switch on and off, two layers, both vocabularies, three families of target.
+# Together: both layer types, 1, 2, 3 and 5 taps, every switch on and off, two layers, both vocabularies, three families
+# of target.
 CASES = [
     ("llama", Options(taps=(1, 4, 6), reduced=True)),
     ("qwen3", Options(taps=(3,), layer_type="qwen3")),
@@ -91,7 +94,9 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     drafters, jobs = [], []
     for number, (name, options) in enumerate(CASES):
         drafters.append(train(families[name], options))
-        jobs.append(job(f"case {number}", families[name], save(families[name], drafters[-1], folder / f"drafter-{number}")))
+        jobs.append(
+            job(f"case {number}", families[name], save(families[name], drafters[-1], folder / f"drafter-{number}"))
+        )
     family = families[BASE[0]]
     for name, (change, _) in MUTATIONS.items():
         jobs.append(job(name, family, mutated(folder / "drafter-0", folder / name, change)))

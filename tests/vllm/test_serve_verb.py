@@ -1,4 +1,6 @@
-"""Real servers with a drafter: started by ``spectrain serve``, and by vLLM alone from the folder that training wrote."""
+"""Real servers with a drafter: started by ``spectrain serve``, and by vLLM alone from the folder that training
+wrote.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ class Server:
 
     def counters(self) -> dict[str, float]:
         lines = self.ask("GET", "/metrics").text.splitlines()
-        pairs = [line.rpartition(" ") for line in lines if line.startswith("vllm:spec_decode_num_") and "_total{" in line]
+        pairs = [
+            line.rpartition(" ") for line in lines if line.startswith("vllm:spec_decode_num_") and "_total{" in line
+        ]
         totals: dict[str, float] = {}
         for name, _, value in pairs:
             key = name.partition("{")[0].removeprefix("vllm:spec_decode_num_").removesuffix("_total")
@@ -72,7 +76,9 @@ def make_drafter(folder: Path, target: Path, draft_vocab_size: int | None) -> Pa
     spec, head = TargetSpec.from_folder(target), TargetHead.from_checkpoint(target)
     vocab = build_vocab([], draft_vocab_size, spec.vocab_size) if draft_vocab_size else full_vocab(spec.vocab_size)
     drafter = build_drafter(DrafterConfig(init="target", draft_vocab_size=draft_vocab_size), spec, vocab, head, target)
-    save_drafter(drafter, folder, target=str(target), target_architectures=spec.architectures, num_speculative_tokens=DRAFTS)
+    save_drafter(
+        drafter, folder, target=str(target), target_architectures=spec.architectures, num_speculative_tokens=DRAFTS
+    )
     return folder
 
 

@@ -1,7 +1,8 @@
-"""Folders in the layouts of other projects, served by the real vLLM as they are: what we read is what it reads, ids of layers included.
+"""Folders in the layouts of other projects, served by the real vLLM as they are: what we read is what it reads, ids of
+layers included.
 
-Two reference implementations: vLLM itself drafts from the folder what our loop drafts with the drafter that ``layouts.py`` made of it; and its readers of
-configurations give the same taps, switches and kinds of attention.
+Two reference implementations: vLLM itself drafts from the folder what our loop drafts with the drafter that
+``layouts.py`` made of it; and its readers of configurations give the same taps, switches and kinds of attention.
 """
 
 from __future__ import annotations
@@ -36,8 +37,15 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     family = Family.make("llama", folder / "target")
     dflash = DrafterConfig("dflash", taps=(1, 4, 7), num_layers=2, block=BlockConfig(block_size=DRAFTS + 1))
     folders = {
-        "eagle3": write(eagle3, train(family, Options(taps=USUAL, reduced=True)), folder / "a", eagle_aux_hidden_state_layer_ids=None),
-        "eagle3 with ids": write(eagle3, train(family, Options(taps=(1, 4, 6), norm_before_residual=True)), folder / "b"),
+        "eagle3": write(
+            eagle3,
+            train(family, Options(taps=USUAL, reduced=True)),
+            folder / "a",
+            eagle_aux_hidden_state_layer_ids=None,
+        ),
+        "eagle3 with ids": write(
+            eagle3, train(family, Options(taps=(1, 4, 6), norm_before_residual=True)), folder / "b"
+        ),
         "dflash": write(zlab_dflash, trained(family, dflash), folder / "c"),
     }
     jobs = []
@@ -45,7 +53,9 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
         jobs.append(job(name, family, path))
         jobs[-1]["args"]["speculative_config"] = read_serving_config(str(path)).speculative_config(DRAFTS)
     head = TargetHead.from_checkpoint(family.folder)
-    drafters = {name: load_drafter(path, family.model.spec.default_taps()).attach(head) for name, path in folders.items()}
+    drafters = {
+        name: load_drafter(path, family.model.spec.default_taps()).attach(head) for name, path in folders.items()
+    }
     return family, drafters, run_jobs(jobs, folder / "vllm.log", vllm_engine(environment=vllm_environment()))
 
 
@@ -60,7 +70,7 @@ def test_vllm_drafts_from_the_folder_what_our_loop_does(bench: Bench, name: str)
     assert 0.1 < report.theirs.acceptance_rate < 1
 
 
-# --- vLLM's readers of configurations ------------------------------------------------------------------------------------------------
+# --- vLLM's readers of configurations ------------------------------------------------------------------------------
 
 
 def taps_by_vllm(config: Any) -> tuple[int, ...] | None:
@@ -93,9 +103,21 @@ NATIVE: list[tuple[Any, BlockOptions, dict[str, Any]]] = [
     (zlab_dflash, BlockOptions(window=4), {}),
     (zlab_dflash, BlockOptions(window=4, causal=True), {}),
     (zlab_dflash, BlockOptions(), {"is_causal": True}),
-    (zlab_dflash, BlockOptions(), {"layer_types": ["sliding_attention"] * 2, "sliding_window": 7, "use_sliding_window": True}),
-    (zlab_dflash, BlockOptions(), {"layer_types": None, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}),
-    (zlab_dflash, BlockOptions(), {"layer_types": None, "use_sliding_window": False, "sliding_window": 7, "max_window_layers": 0}),
+    (
+        zlab_dflash,
+        BlockOptions(),
+        {"layer_types": ["sliding_attention"] * 2, "sliding_window": 7, "use_sliding_window": True},
+    ),
+    (
+        zlab_dflash,
+        BlockOptions(),
+        {"layer_types": None, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0},
+    ),
+    (
+        zlab_dflash,
+        BlockOptions(),
+        {"layer_types": None, "use_sliding_window": False, "sliding_window": 7, "max_window_layers": 0},
+    ),
     (zlab_dflash, BlockOptions(), {"eagle_aux_hidden_state_layer_ids": [2, 5]}),
     (zlab_dflash, BlockOptions(), {"rope_scaling": {"type": "linear", "factor": 2.0}}),
     (deepspec_dspark, DSPARK, {}),
@@ -104,7 +126,9 @@ NATIVE: list[tuple[Any, BlockOptions, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("layout", "options", "changes"), NATIVE)
-def test_flat_configurations_as_vllm_reads_them(tmp_path: Path, layout: Any, options: BlockOptions, changes: dict[str, Any]) -> None:
+def test_flat_configurations_as_vllm_reads_them(
+    tmp_path: Path, layout: Any, options: BlockOptions, changes: dict[str, Any]
+) -> None:
     from transformers import Qwen3Config
 
     folder = write(layout, random_block_drafter(options), tmp_path / "d", **changes)
@@ -132,7 +156,9 @@ def test_the_speculators_layout_as_vllm_reads_it(tmp_path: Path, options: Any, m
     drafter = random_drafter(options) if isinstance(options, Options) else random_block_drafter(options)
     save_drafter(drafter, tmp_path / "d", target="t", target_architectures=(), num_speculative_tokens=2)
     file = tmp_path / "d/config.json"
-    file.write_text(json.dumps({key: value for key, value in json.loads(file.read_text()).items() if key not in missing}))
+    file.write_text(
+        json.dumps({key: value for key, value in json.loads(file.read_text()).items() if key not in missing})
+    )
     config = SpeculatorsConfig.from_pretrained(tmp_path / "d")
     if isinstance(options, BlockOptions):
         check_block(tmp_path / "d", config)

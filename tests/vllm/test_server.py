@@ -1,4 +1,6 @@
-"""Real vLLM servers under the pool: the answers are the target's, whichever server gave them, and whatever dies meanwhile."""
+"""Real vLLM servers under the pool: the answers are the target's, whichever server gave them, and whatever dies
+meanwhile.
+"""
 
 import json
 import os
@@ -79,7 +81,10 @@ def engine(pool, hf_engine):
 def answers(responses):
     """{key: everything a response says}; none is there twice."""
     found = list(responses)
-    by_key = {response.key: (response.input_ids.tolist(), response.loss_mask.tolist(), response.finish_reason) for response in found}
+    by_key = {
+        response.key: (response.input_ids.tolist(), response.loss_mask.tolist(), response.finish_reason)
+        for response in found
+    }
     assert len(by_key) == len(found)
     return by_key
 
@@ -124,7 +129,11 @@ def test_a_killed_run_leaves_no_server_and_goes_on(llama_folder, tmp_path):
     environment = [f"engine.environment.{name}={value}" for name, value in vllm_environment().items()]
     arguments = [
         *("generate", f"run.dir={tmp_path / 'run'}", "data=jsonl"),
-        *(f"data.train={tmp_path / 'train.jsonl'}", f"data.heldout={tmp_path / 'heldout.jsonl'}", f"target.path={llama_folder}"),
+        *(
+            f"data.train={tmp_path / 'train.jsonl'}",
+            f"data.heldout={tmp_path / 'heldout.jsonl'}",
+            f"target.path={llama_folder}",
+        ),
         *(f"target.max_length={MAX_LENGTH}", "sampling.temperature=0", "sampling.max_new_tokens=64"),
         *("engine=vllm_server", "engine.concurrency=2", "engine.max_num_seqs=2", *environment),
     ]
@@ -185,7 +194,9 @@ def is_alive(number):
 
 def descendants(number):
     """All processes under one, however deep."""
-    parents = {int(path.name): found[1] for path in Path("/proc").glob("[0-9]*") if (found := status(path.name)) is not None}
+    parents = {
+        int(path.name): found[1] for path in Path("/proc").glob("[0-9]*") if (found := status(path.name)) is not None
+    }
     found = {number}
     while more := {child for child, parent in parents.items() if parent in found} - found:
         found |= more

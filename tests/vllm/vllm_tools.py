@@ -12,7 +12,13 @@ from spectrain.config.schema import EngineConfig
 
 CPU = Path(__file__).parent / "cpu"
 # vLLM's CPU kernels take few head sizes; 32 is the smallest.
-SHAPE: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "num_hidden_layers": 5}
+SHAPE: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_hidden_layers": 5,
+}
 
 
 def vllm_environment(**variables: str) -> dict[str, str]:

@@ -1,9 +1,9 @@
 """Drafting with an autoregressive drafter, as a server does it.
 
-The cache holds keys and values of *observed* columns: verified tokens with target features. Slot number = column = position. Drafting
-writes its own keys into the slots behind, as scratch: the count of observed columns does not move, so the next ``observe`` overwrites them
-and drafting leaves no trace. Column t needs x_{t+1}, so the feature of the last observed token waits as ``pending`` until the
-next token is known.
+The cache holds keys and values of *observed* columns: verified tokens with target features. Slot number = column =
+position. Drafting writes its own keys into the slots behind, as scratch: the count of observed columns does not move,
+so the next ``observe`` overwrites them and drafting leaves no trace. Column t needs x_{t+1}, so the feature of the last
+observed token waits as ``pending`` until the next token is known.
 """
 
 from __future__ import annotations
@@ -33,7 +33,13 @@ def new_cache(body: Eagle3Body, batch_size: int) -> AutoregressiveCache:
 
 
 def observe(
-    body: Eagle3Body, rotary: Rotary, head: TargetHead, cache: AutoregressiveCache, ids_BT: Tensor, taps_BTAH: Tensor, lengths_B: Tensor
+    body: Eagle3Body,
+    rotary: Rotary,
+    head: TargetHead,
+    cache: AutoregressiveCache,
+    ids_BT: Tensor,
+    taps_BTAH: Tensor,
+    lengths_B: Tensor,
 ) -> None:
     """Verified tokens and their taps become step-0 columns; the last one's feature waits for its next token."""
     feature_BTH = body.fuse(taps_BTAH)
@@ -52,13 +58,21 @@ def observe(
 
 
 class DraftSteps:
-    """Iterator over the n steps of one draft: yields the normed hidden state [B, H]; ``token_B`` must be set before the next step."""
+    """Iterator over the n steps of one draft: yields the normed hidden state [B, H]; ``token_B`` must be set before the
+    next step.
+    """
 
-    def __init__(self, body: Eagle3Body, rotary: Rotary, head: TargetHead, cache: AutoregressiveCache, anchor_B: Tensor, n: int) -> None:
+    def __init__(
+        self, body: Eagle3Body, rotary: Rotary, head: TargetHead, cache: AutoregressiveCache, anchor_B: Tensor, n: int
+    ) -> None:
         if cache.pending_BH is None:
-            raise RuntimeError("observe the prompt before proposing: a draft starts from the feature of the last verified token")
+            raise RuntimeError(
+                "observe the prompt before proposing: a draft starts from the feature of the last verified token"
+            )
         self._parts = (body, rotary, head, cache)
-        self.token_B, self._n, self._step = anchor_B, n, 0
+        self.token_B = anchor_B
+        self._n = n
+        self._step = 0
         self._feature_BH: Tensor = cache.pending_BH
 
     def __iter__(self) -> DraftSteps:
@@ -88,7 +102,8 @@ def _columns(
 ) -> Tensor:
     """Run columns start … start + T − 1 of each row, writing their keys and values into those slots.
 
-    Column c attends to slots 0 … c. With ``keys_only`` the last layer stops after its keys and values, and the result is meaningless.
+    Column c attends to slots 0 … c. With ``keys_only`` the last layer stops after its keys and values, and the result
+    is meaningless.
     """
     rows_B1 = torch.arange(len(ids_BT), device=ids_BT.device)[:, None]
     slots_BT = start_B[:, None] + torch.arange(ids_BT.shape[1], device=ids_BT.device)
@@ -103,7 +118,9 @@ def _columns(
         keys[rows_B1, slots_BT], values[rows_B1, slots_BT] = layer.self_attn.keys_values(x, cos_sin)
         if keys_only and layer is body.layers[-1]:
             break
-        q, k, v = (part.transpose(1, 2) for part in (layer.self_attn.queries(x, cos_sin), keys[:, :end], values[:, :end]))
+        q, k, v = (
+            part.transpose(1, 2) for part in (layer.self_attn.queries(x, cos_sin), keys[:, :end], values[:, :end])
+        )
         heads = F.scaled_dot_product_attention(q, k, v, attn_mask=visible_B1TS, enable_gqa=True)
         stream = layer.finish(residual, heads.transpose(1, 2))
     return stream

@@ -1,14 +1,16 @@
 """EAGLE-3 (Li et al. 2025, arXiv:2503.01840): an autoregressive drafter that reads several layers of the target.
 
-Column t holds the token x_{t+1} and the feature f_t = fc(taps at t); it predicts x_{t+2}. A draft continues column t: step k takes the
-token x_{t+1+k} with the drafter's own previous output as feature, sits at position t + k and predicts x_{t+2+k}:
+Column t holds the token x_{t+1} and the feature f_t = fc(taps at t); it predicts x_{t+2}. A draft continues column t:
+step k takes the token x_{t+1+k} with the drafter's own previous output as feature, sits at position t + k and predicts
+x_{t+2+k}:
 
     text        x_0  x_1  x_2  x_3  x_4          (x_2 is the first token that the target generated)
-    column 1    f_1 with x_2   step 0 -> x_3     feature of the last prompt token, first generated token: the server's first act
+    column 1    f_1 with x_2   step 0 -> x_3     feature of the last prompt token, first generated token: the server's
+                first act
                 own with x_3   step 1 -> x_4
 
-The module is the architecture and nothing else: ``unroll.py`` trains it, ``decode.py`` drafts with it. Names and shapes of the
-parameters are those of the checkpoint that vLLM loads.
+The module is the architecture and nothing else: ``unroll.py`` trains it, ``decode.py`` drafts with it. Names and shapes
+of the parameters are those of the checkpoint that vLLM loads.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from spectrain.drafters.layers import LayerShape, Projections, RMSNorm, SwiGLU
 
 @dataclass(frozen=True)
 class Eagle3Shape:
-    """Everything that decides the parameters' shapes and the arithmetic. A taps, T the target's hidden size, H the drafter's (equal)."""
+    """Everything that decides the parameters' shapes and the arithmetic. A taps, T the target's hidden size, H the
+    drafter's (equal).
+    """
 
     layer: LayerShape
     num_layers: int
@@ -46,7 +50,9 @@ class Eagle3Shape:
 
 
 class Eagle3Layer(nn.Module):
-    """One decoder layer. The first reads [norm(embedding); norm(feature)] (2H wide) and adds to the feature; others are ordinary."""
+    """One decoder layer. The first reads [norm(embedding); norm(feature)] (2H wide) and adds to the feature; others are
+    ordinary.
+    """
 
     def __init__(self, shape: Eagle3Shape, index: int) -> None:
         super().__init__()
@@ -81,7 +87,11 @@ class Eagle3Body(nn.Module):
 
     def __init__(self, shape: Eagle3Shape) -> None:
         super().__init__()
-        hidden, eps, width = shape.layer.hidden_size, shape.layer.rms_norm_eps, len(shape.taps) * shape.layer.hidden_size
+        hidden, eps, width = (
+            shape.layer.hidden_size,
+            shape.layer.rms_norm_eps,
+            len(shape.taps) * shape.layer.hidden_size,
+        )
         self.shape = shape
         if shape.norm_before_fc:
             self.input_norm = RMSNorm(width, eps)
@@ -98,7 +108,9 @@ class Eagle3Body(nn.Module):
         if self.shape.norm_before_fc:
             taps_AH = self.input_norm(taps_AH.flatten(-2)).view(taps_AH.shape)
         if self.shape.fc_norm:
-            taps_AH = torch.stack([norm(tap) for norm, tap in zip(self.fc_norm, taps_AH.unbind(-2), strict=True)], dim=-2)
+            taps_AH = torch.stack(
+                [norm(tap) for norm, tap in zip(self.fc_norm, taps_AH.unbind(-2), strict=True)], dim=-2
+            )
         return taps_AH
 
     def fuse(self, taps_AH: Tensor) -> Tensor:

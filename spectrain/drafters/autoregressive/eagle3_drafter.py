@@ -33,7 +33,12 @@ class Eagle3(Drafter):
     body: Eagle3Body
 
     def __init__(
-        self, shape: Eagle3Shape, vocab: DraftVocab, steps: int = 3, loss: LossConfig | None = None, attention: str = "auto"
+        self,
+        shape: Eagle3Shape,
+        vocab: DraftVocab,
+        steps: int = 3,
+        loss: LossConfig | None = None,
+        attention: str = "auto",
     ) -> None:
         super().__init__(shape, vocab, loss, attention)
         self.steps = steps
@@ -60,12 +65,15 @@ class Eagle3(Drafter):
             self.loss.weights,
         )
         if len(columns.query_M) == 0:
-            # Every parameter must still have a gradient, or data-parallel ranks with text would wait for this one for ever.
+            # Every parameter must still have a gradient, or data-parallel ranks with text would wait for this one for
+            # ever.
             sums.loss = sums.loss + sum(p.sum() for p in self.parameters()) * 0.0
         return sums
 
     @torch.no_grad()
-    def score(self, batch: PackedBatch, num_tokens: int, sampling: SamplingParams, draft_sampling: SamplingParams) -> DraftScores:
+    def score(
+        self, batch: PackedBatch, num_tokens: int, sampling: SamplingParams, draft_sampling: SamplingParams
+    ) -> DraftScores:
         columns = Columns.build(batch, num_tokens)
         hidden_KMH = unroll(self.body, self.rotary, self.head, batch, columns, self.attention_backend(batch))
         students = by_teacher(hidden_KMH, columns.valid_KM.float(), columns, batch.num_tokens)
@@ -89,14 +97,21 @@ class Eagle3(Drafter):
         return decode.new_cache(self.body, batch_size)
 
     @torch.no_grad()
-    def observe(self, cache: decode.AutoregressiveCache, ids_BT: Tensor, taps_BTAH: Tensor | None, lengths_B: Tensor) -> None:
+    def observe(
+        self, cache: decode.AutoregressiveCache, ids_BT: Tensor, taps_BTAH: Tensor | None, lengths_B: Tensor
+    ) -> None:
         if taps_BTAH is None:
             raise ValueError("an EAGLE-3 drafter observes taps of the target")
         decode.observe(self.body, self.rotary, self.head, cache, ids_BT, taps_BTAH, lengths_B)
 
     @torch.no_grad()
     def propose(
-        self, cache: decode.AutoregressiveCache, anchor_B: Tensor, n: int, sampling: SamplingParams, generators: Sequence[torch.Generator] | None = None
+        self,
+        cache: decode.AutoregressiveCache,
+        anchor_B: Tensor,
+        n: int,
+        sampling: SamplingParams,
+        generators: Sequence[torch.Generator] | None = None,
     ) -> Proposal:
         uniforms_Bn = draft_uniforms(generators, n, anchor_B) if not sampling.greedy else None
         steps = decode.DraftSteps(self.body, self.rotary, self.head, cache, anchor_B, n)

@@ -1,22 +1,26 @@
 """A closed-form initialisation for an autoregressive drafter: ridge regression instead of the first hundreds of steps.
 
-The target's own head reads y, its last hidden state. If the drafter's residual stream carried y_t when it enters a column and y_{t+1}
-when it leaves, the target's norm and head would turn it into the right prediction, and the next step would find what it expects. Much of
-the way from y_t to y_{t+1} is linear in y_t and in the embedding of x_{t+1}, so it can be solved for, from the front to the back:
+The target's own head reads y, its last hidden state. If the drafter's residual stream carried y_t when it enters a
+column and y_{t+1} when it leaves, the target's norm and head would turn it into the right prediction, and the next step
+would find what it expects. Much of the way from y_t to y_{t+1} is linear in y_t and in the embedding of x_{t+1}, so it
+can be solved for, from the front to the back:
 
     feature     fc(taps) = y_t                     ridge regression; exact where tap N is among the taps and normed
-    attention   y_{t+1} − y_t = O V [norm(e_{t+1}); norm(f_t)]    reduced-rank regression of rank (key/value heads · head size);
+    attention   y_{t+1} − y_t = O V [norm(e_{t+1}); norm(f_t)]    reduced-rank regression of rank (key/value heads ·
+                head size);
                 one query head per key/value head looks at its own column only
-    mlp         what is left, over all K steps, from the hidden units of the MLP (gate and up as they are): ridge regression of its
+    mlp         what is left, over all K steps, from the hidden units of the MLP (gate and up as they are): ridge
+                regression of its
                 output matrix; twice, the second time with the features that the first solution feeds back
     the rest    output matrices of further layers are zero: they start as the identity
 
-A head that looks at its own column: there is a direction w with w·x almost 1 for every input x (again regression). Queries and keys that
-are this constant times a vector in the fastest rotary pairs score by cos(θ·distance) alone, which peaks at distance 0.
+A head that looks at its own column: there is a direction w with w·x almost 1 for every input x (again regression).
+Queries and keys that are this constant times a vector in the fastest rotary pairs score by cos(θ·distance) alone, which
+peaks at distance 0.
 
-All y are divided by their root mean square (the norm before the head undoes it), so that no token outweighs another. Costs four passes
-over at most ``MAX_COLUMNS_PER_DIM``·2H columns and, a column, 2·((A·H)² + (2H)² + 2·K·I²) operations for the sums of squares (I: MLP
-units).
+All y are divided by their root mean square (the norm before the head undoes it), so that no token outweighs another.
+Costs four passes over at most ``MAX_COLUMNS_PER_DIM``·2H columns and, a column, 2·((A·H)² + (2H)² + 2·K·I²) operations
+for the sums of squares (I: MLP units).
 """
 
 from __future__ import annotations
@@ -42,12 +46,15 @@ _SHARPNESS = 5.0  # lead of the own column's score over its neighbour's
 
 
 @torch.no_grad()
-def closed_form_init(body: Eagle3Body, head: TargetHead, batches: Batches, steps: int, decay: float, advance: Advance) -> int:
-    """Set fc, the first layer's attention and its MLP's output from training documents; returns the number of columns used.
+def closed_form_init(
+    body: Eagle3Body, head: TargetHead, batches: Batches, steps: int, decay: float, advance: Advance
+) -> int:
+    """Set fc, the first layer's attention and its MLP's output from training documents; returns the number of columns
+    used.
 
-    ``batches`` is called four times; ``advance`` is told about every percent of the work. ``steps`` and ``decay`` weigh the MLP's
-    regression as training will. With fewer columns than unknowns, or where no direction of the inputs is nearly constant, nothing is set
-    and 0 is returned.
+    ``batches`` is called four times; ``advance`` is told about every percent of the work. ``steps`` and ``decay`` weigh
+    the MLP's regression as training will. With fewer columns than unknowns, or where no direction of the inputs is
+    nearly constant, nothing is set and 0 is returned.
     """
     layer = body.layers[0]
     width = layer.self_attn.q_proj.in_features
@@ -67,7 +74,10 @@ def closed_form_init(body: Eagle3Body, head: TargetHead, batches: Batches, steps
     for batch, columns in _limited(batches(), most, advance):
         t_P = columns.query_M
         residual_PH, x_PI = _column_input(body, head, batch, t_P, body.fuse(batch.taps_TAH[t_P]), 0)
-        change.add(x_PI, torch.cat([unit(batch.last_hidden_TH[t_P + 1]) - residual_PH, torch.ones_like(residual_PH[:, :1])], dim=1))
+        change.add(
+            x_PI,
+            torch.cat([unit(batch.last_hidden_TH[t_P + 1]) - residual_PH, torch.ones_like(residual_PH[:, :1])], dim=1),
+        )
     solution_IO = change.solve()
     assert isinstance(change.xy, Tensor)
     if float(change.xy[:, -1] @ solution_IO[:, -1]) < _LEAST_CONSTANT * used:
@@ -87,8 +97,12 @@ def closed_form_init(body: Eagle3Body, head: TargetHead, batches: Batches, steps
     return used
 
 
-def _add_mlp_columns(mlp: Gram, body: Eagle3Body, head: TargetHead, batch: PackedBatch, columns: Columns, decay: float) -> None:
-    """Hidden units of the MLP and what its output should be, at every step of the counted columns, in the drafter's own chain."""
+def _add_mlp_columns(
+    mlp: Gram, body: Eagle3Body, head: TargetHead, batch: PackedBatch, columns: Columns, decay: float
+) -> None:
+    """Hidden units of the MLP and what its output should be, at every step of the counted columns, in the drafter's own
+    chain.
+    """
     layer = body.layers[0]
     feature_MH = body.fuse(batch.taps_TAH[columns.query_M])
     for step, valid_M in enumerate(columns.valid_KM):
@@ -119,7 +133,9 @@ def _own_column_heads(body: Eagle3Body, x_PI: Tensor) -> Tensor:
     return heads_PGRd.flatten(1, 2)
 
 
-def _limited(batches: Iterable[PackedBatch], most: int, advance: Advance, steps: int = 1) -> Iterable[tuple[PackedBatch, Columns]]:
+def _limited(
+    batches: Iterable[PackedBatch], most: int, advance: Advance, steps: int = 1
+) -> Iterable[tuple[PackedBatch, Columns]]:
     """Batches with their counted columns, until ``most`` columns have been seen: one of the passes over the text."""
     seen = 0
     for batch in batches:
@@ -178,7 +194,9 @@ def _lead(body: Eagle3Body) -> tuple[int, float]:
 
 
 def _own_column_vector(body: Eagle3Body) -> Tensor:
-    """[d]: equal entries in the first element of the fastest rotary pairs, zero elsewhere, as long as ``_SHARPNESS`` needs."""
+    """[d]: equal entries in the first element of the fastest rotary pairs, zero elsewhere, as long as ``_SHARPNESS``
+    needs.
+    """
     d = body.shape.layer.head_dim
     pairs, lead = _lead(body)
     own = torch.zeros(d)

@@ -1,12 +1,14 @@
 """Attention of an autoregressive drafter while it is unrolled in training.
 
-Query (t, k), column t at step k, sees the step-0 keys of the columns <= t of its own document, and of each later step j = 1 … k only
-its own key (t, j). That is what a server does: verified tokens sit in the drafter's cache with target features (step 0), and the
-current draft's own keys follow behind column t. One softmax over both parts.
+Query (t, k), column t at step k, sees the step-0 keys of the columns <= t of its own document, and of each later step j
+= 1 … k only its own key (t, j). That is what a server does: verified tokens sit in the drafter's cache with target
+features (step 0), and the current draft's own keys follow behind column t. One softmax over both parts.
 
-Step 0 needs every column of a document as a key but only the M counted columns as queries, so queries and keys have different lengths.
-Three equal implementations: ``eager`` (documents one by one, plain products: fastest on a CPU with short documents, and the
-reference), ``sdpa`` (one masked call), ``flex`` (block-sparse kernels on a GPU; the two parts are merged by their log-sum-exp).
+Step 0 needs every column of a document as a key but only the M counted columns as queries, so queries and keys have
+different lengths.
+Three equal implementations: ``eager`` (documents one by one, plain products: fastest on a CPU with short documents, and
+the reference), ``sdpa`` (one masked call), ``flex`` (block-sparse kernels on a GPU; the two parts are merged by their
+log-sum-exp).
 """
 
 from __future__ import annotations
@@ -84,7 +86,9 @@ def _own_scores(q_MGRd: Tensor, own_k: list[Tensor]) -> Tensor:
     return q_MGRd @ keys_MGkd.transpose(-1, -2)
 
 
-def _eager(q_MNd: Tensor, k0_TGd: Tensor, v0_TGd: Tensor, own_k: list[Tensor], own_v: list[Tensor], layout: ColumnLayout) -> Tensor:
+def _eager(
+    q_MNd: Tensor, k0_TGd: Tensor, v0_TGd: Tensor, own_k: list[Tensor], own_v: list[Tensor], layout: ColumnLayout
+) -> Tensor:
     m, n, d = q_MNd.shape
     g = k0_TGd.shape[1]
     q_MGRd = q_MNd.unflatten(1, (g, n // g)) * d**-0.5
@@ -99,7 +103,9 @@ def _eager(q_MNd: Tensor, k0_TGd: Tensor, v0_TGd: Tensor, own_k: list[Tensor], o
         if name not in layout.cache:
             columns = torch.arange(k_start, k_end, device=q.device)
             hidden = columns[None] > layout.query_M[q_start:q_end, None]
-            layout.cache[name] = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, float("-inf"))
+            layout.cache[name] = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(
+                hidden, float("-inf")
+            )
         scores = (q @ k.transpose(1, 2)).view(g, -1, queries, keys) + layout.cache[name]
         if own_MGRk is not None:
             scores = torch.cat([scores, own_MGRk[q_start:q_end].permute(1, 2, 0, 3)], dim=-1)
@@ -112,19 +118,26 @@ def _eager(q_MNd: Tensor, k0_TGd: Tensor, v0_TGd: Tensor, own_k: list[Tensor], o
     return torch.cat(out) if out else q_MNd * 0
 
 
-def _sdpa(q_MNd: Tensor, k0_TGd: Tensor, v0_TGd: Tensor, own_k: list[Tensor], own_v: list[Tensor], layout: ColumnLayout) -> Tensor:
+def _sdpa(
+    q_MNd: Tensor, k0_TGd: Tensor, v0_TGd: Tensor, own_k: list[Tensor], own_v: list[Tensor], layout: ColumnLayout
+) -> Tensor:
     m, n, _ = q_MNd.shape
     visible = layout.visible_MT()
     if own_k:
         diagonal = torch.eye(m, dtype=torch.bool, device=visible.device)
         visible = torch.cat([visible, *[diagonal] * len(own_k)], dim=1)
-    k, v = (torch.cat([first, *rest]).repeat_interleave(n // first.shape[1], dim=1) for first, rest in ((k0_TGd, own_k), (v0_TGd, own_v)))
+    k, v = (
+        torch.cat([first, *rest]).repeat_interleave(n // first.shape[1], dim=1)
+        for first, rest in ((k0_TGd, own_k), (v0_TGd, own_v))
+    )
     q_1NMd, k_1NSd, v_1NSd = (x.transpose(0, 1)[None] for x in (q_MNd, k, v))
     out = F.scaled_dot_product_attention(q_1NMd, k_1NSd, v_1NSd, attn_mask=visible[None, None])
     return out[0].transpose(0, 1)
 
 
-def _flex(q_MNd: Tensor, k0_TGd: Tensor, v0_TGd: Tensor, own_k: list[Tensor], own_v: list[Tensor], layout: ColumnLayout) -> Tensor:
+def _flex(
+    q_MNd: Tensor, k0_TGd: Tensor, v0_TGd: Tensor, own_k: list[Tensor], own_v: list[Tensor], layout: ColumnLayout
+) -> Tensor:
     from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
     m, n, d = q_MNd.shape
@@ -136,7 +149,9 @@ def _flex(q_MNd: Tensor, k0_TGd: Tensor, v0_TGd: Tensor, own_k: list[Tensor], ow
             column = query_M[q]
             return (k <= column) & (document_T[k] == document_T[column])
 
-        layout.cache["block_mask"] = create_block_mask(visible, None, None, m, len(document_T), device=str(q_MNd.device))
+        layout.cache["block_mask"] = create_block_mask(
+            visible, None, None, m, len(document_T), device=str(q_MNd.device)
+        )
     attend = compiled_flex() if q_MNd.is_cuda else flex_attention
     out, aux = attend(
         *(x.transpose(0, 1)[None] for x in (q_MNd, k0_TGd, v0_TGd)),

@@ -1,11 +1,12 @@
 """Where blocks begin in training, and which of their slots count.
 
-An anchor is a generated token whose successor was generated too: what a server drafts behind. Training draws some of them afresh at each
-step, uniformly without replacement in every document; the simulation takes them all. The draw is stateless in (seed, step, document), so neither
-packing, nor ranks, nor a resumed run changes it.
+An anchor is a generated token whose successor was generated too: what a server drafts behind. Training draws some of
+them afresh at each step, uniformly without replacement in every document; the simulation takes them all. The draw is
+stateless in (seed, step, document), so neither packing, nor ranks, nor a resumed run changes it.
 
-The draft in place k (from 0) behind anchor a predicts x_{a+1+k} and asks the teacher at a + k, whatever slot of the block makes it. It
-counts while everything from the anchor to the predicted token was generated, without a gap, in one document.
+The draft in place k (from 0) behind anchor a predicts x_{a+1+k} and asks the teacher at a + k, whatever slot of the
+block makes it. It counts while everything from the anchor to the predicted token was generated, without a gap, in one
+document.
 
 Legend: T tokens, R blocks, J drafts of a block.
 """
@@ -20,7 +21,9 @@ from spectrain.data.packing import PackedBatch
 
 
 def tokens_ahead(batch: PackedBatch, most: int) -> Tensor:
-    """int64 [T]: how many generated tokens follow a generated token without a gap in its document, at most ``most``; 0 elsewhere."""
+    """int64 [T]: how many generated tokens follow a generated token without a gap in its document, at most ``most``; 0
+    elsewhere.
+    """
     t = batch.num_tokens
     ahead_T = torch.zeros(t, dtype=torch.long, device=batch.loss_mask_T.device)
     going_T = batch.loss_mask_T
@@ -37,8 +40,8 @@ def all_anchors(batch: PackedBatch) -> Tensor:
 
 
 def draw_anchors(batch: PackedBatch, per_row: int) -> Tensor:
-    """Flat positions [R] of the anchors that this step trains, ascending: of each document its share of ``per_row`` by length (one at
-    least), or all it has. A batch without a draw (see ``PackedBatch``) trains all."""
+    """Flat positions [R] of the anchors that this step trains, ascending: of each document its share of ``per_row`` by
+    length (one at least), or all it has. A batch without a draw (see ``PackedBatch``) trains all."""
     draw = batch.draw
     if draw is None:
         return all_anchors(batch)

@@ -1,15 +1,17 @@
 """Attention of many blocks in one training pass.
 
-A query, slot j of the block at anchor a, sees the context keys of its own document at positions < a (strictly: the anchor's own taps do not
-exist yet when a server drafts) and the slots of its own block, all of them or those up to itself; never another block. With a sliding
-window W it sees only what is less than W positions away from its own position a + j. One softmax over both parts.
+A query, slot j of the block at anchor a, sees the context keys of its own document at positions < a (strictly: the
+anchor's own taps do not exist yet when a server drafts) and the slots of its own block, all of them or those up to
+itself; never another block. With a sliding window W it sees only what is less than W positions away from its own
+position a + j. One softmax over both parts.
 
-Three equal implementations: ``eager`` goes through the documents in groups of neighbouring blocks, so that a group's keys end at its last
-anchor and nothing is computed across documents or between blocks (fastest on a CPU); ``sdpa`` is one call with a dense mask over the
-context and all blocks' keys; ``flex`` is the same as block-sparse kernels, for a GPU.
+Three equal implementations: ``eager`` goes through the documents in groups of neighbouring blocks, so that a group's
+keys end at its last anchor and nothing is computed across documents or between blocks (fastest on a CPU); ``sdpa`` is
+one call with a dense mask over the context and all blocks' keys; ``flex`` is the same as block-sparse kernels, for a
+GPU.
 
-Legend: R blocks, B slots, T context tokens, N heads, G key-value heads, M = N/G heads that share keys, d size of a head; r blocks and K
-context keys of a group.
+Legend: R blocks, B slots, T context tokens, N heads, G key-value heads, M = N/G heads that share keys, d size of a
+head; r blocks and K context keys of a group.
 """
 
 from __future__ import annotations
@@ -25,12 +27,16 @@ from torch.nn import functional as F
 from spectrain.drafters.autoregressive.unroll_attention import compiled_flex
 
 BACKENDS = ("eager", "sdpa", "flex")
-_GROUP_ROWS = 256  # queries per head of one group: enough for fast products, few enough that little lies behind the first anchor
+_GROUP_ROWS = (
+    256  # queries per head of one group: enough for fast products, few enough that little lies behind the first anchor
+)
 
 
 @dataclass(frozen=True)
 class Group:
-    """Neighbouring blocks of one document and the context any of them sees: [key_start, key_end), blocks [start, end)."""
+    """Neighbouring blocks of one document and the context any of them sees: [key_start, key_end), blocks
+    [start, end).
+    """
 
     key_start: int
     key_end: int
@@ -51,7 +57,9 @@ class BlockLayout:
     cache: dict[Any, Any] = field(default_factory=dict)  # masks, built once for all layers
 
     @classmethod
-    def build(cls, anchor_R: Tensor, document_ids_T: Tensor, slots: int, window: int | None, causal: bool) -> BlockLayout:
+    def build(
+        cls, anchor_R: Tensor, document_ids_T: Tensor, slots: int, window: int | None, causal: bool
+    ) -> BlockLayout:
         lengths = torch.bincount(document_ids_T).tolist()
         blocks = torch.bincount(document_ids_T[anchor_R], minlength=len(lengths)).tolist()
         anchors, step = anchor_R.tolist(), max(1, _GROUP_ROWS // slots)
@@ -72,7 +80,9 @@ class BlockLayout:
         return visible_BB if self.window is None else visible_BB & (back_BB.abs() < self.window)
 
     def sees_context(self, group: Group) -> Tensor:
-        """bool [r, 1 or B, K]: a group's keys, of which each block sees those before its anchor (and inside each slot's window)."""
+        """bool [r, 1 or B, K]: a group's keys, of which each block sees those before its anchor (and inside each slot's
+        window).
+        """
         anchor_r11 = self.anchor_R[group.start : group.end, None, None]
         column_K = torch.arange(group.key_start, group.key_end, device=anchor_r11.device)
         visible = column_K < anchor_r11
@@ -95,19 +105,29 @@ class BlockLayout:
 
 
 def block_attention(
-    q_RBNd: Tensor, k_RBGd: Tensor, v_RBGd: Tensor, context_k_TGd: Tensor, context_v_TGd: Tensor, layout: BlockLayout, backend: str
+    q_RBNd: Tensor,
+    k_RBGd: Tensor,
+    v_RBGd: Tensor,
+    context_k_TGd: Tensor,
+    context_v_TGd: Tensor,
+    layout: BlockLayout,
+    backend: str,
 ) -> Tensor:
     """Attend from every slot to the context of its document and to its own block; returns [R, B, N, d]."""
     if len(q_RBNd) == 0:
         return q_RBNd
-    return {"eager": _eager, "sdpa": _sdpa, "flex": _flex}[backend](q_RBNd, k_RBGd, v_RBGd, context_k_TGd, context_v_TGd, layout)
+    return {"eager": _eager, "sdpa": _sdpa, "flex": _flex}[backend](
+        q_RBNd, k_RBGd, v_RBGd, context_k_TGd, context_v_TGd, layout
+    )
 
 
 def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, float("-inf"))
 
 
-def _eager(q_RBNd: Tensor, k_RBGd: Tensor, v_RBGd: Tensor, context_k_TGd: Tensor, context_v_TGd: Tensor, layout: BlockLayout) -> Tensor:
+def _eager(
+    q_RBNd: Tensor, k_RBGd: Tensor, v_RBGd: Tensor, context_k_TGd: Tensor, context_v_TGd: Tensor, layout: BlockLayout
+) -> Tensor:
     g = k_RBGd.shape[2]
     q_GRMBd = (q_RBNd * q_RBNd.shape[-1] ** -0.5).unflatten(2, (g, -1)).permute(2, 0, 3, 1, 4)
     own_k_GRdB, own_v_GRBd = k_RBGd.permute(2, 0, 3, 1), v_RBGd.permute(2, 0, 1, 3)
@@ -129,9 +149,17 @@ def _eager(q_RBNd: Tensor, k_RBGd: Tensor, v_RBGd: Tensor, context_k_TGd: Tensor
 
 
 def _group(
-    q_GrMBd: Tensor, k_GrdB: Tensor, v_GrBd: Tensor, context_k_GdK: Tensor, context_v_GKd: Tensor, hidden: Tensor, hidden_BB: Tensor
+    q_GrMBd: Tensor,
+    k_GrdB: Tensor,
+    v_GrBd: Tensor,
+    context_k_GdK: Tensor,
+    context_v_GKd: Tensor,
+    hidden: Tensor,
+    hidden_BB: Tensor,
 ) -> Tensor:
-    """[G, r, M, B, d]. Grouped heads and all blocks share one product with the context; each block has one with its own keys."""
+    """[G, r, M, B, d]. Grouped heads and all blocks share one product with the context; each block has one with its own
+    keys.
+    """
     g, r, m, b, d = q_GrMBd.shape
     keys = context_k_GdK.shape[-1]
     q_GrXd = q_GrMBd.reshape(g, r, m * b, d)
@@ -153,7 +181,9 @@ def _visible_columns(layout: BlockLayout) -> Iterator[tuple[Group, Tensor]]:
         yield group, layout.sees_context(group).expand(-1, layout.slots, -1).flatten(0, 1)
 
 
-def _sdpa(q_RBNd: Tensor, k_RBGd: Tensor, v_RBGd: Tensor, context_k_TGd: Tensor, context_v_TGd: Tensor, layout: BlockLayout) -> Tensor:
+def _sdpa(
+    q_RBNd: Tensor, k_RBGd: Tensor, v_RBGd: Tensor, context_k_TGd: Tensor, context_v_TGd: Tensor, layout: BlockLayout
+) -> Tensor:
     r, b, n, _ = q_RBNd.shape
     if "visible" not in layout.cache:
         context = torch.zeros(r * b, len(context_k_TGd), dtype=torch.bool, device=q_RBNd.device)
@@ -162,19 +192,26 @@ def _sdpa(q_RBNd: Tensor, k_RBGd: Tensor, v_RBGd: Tensor, context_k_TGd: Tensor,
         own = torch.block_diag(*layout.sees_own().expand(r, -1, -1).unbind())
         layout.cache["visible"] = torch.cat([context, own], dim=1)
     share = n // k_RBGd.shape[2]
-    k, v = (_joined(own, context).repeat_interleave(share, 1) for own, context in ((k_RBGd, context_k_TGd), (v_RBGd, context_v_TGd)))
+    k, v = (
+        _joined(own, context).repeat_interleave(share, 1)
+        for own, context in ((k_RBGd, context_k_TGd), (v_RBGd, context_v_TGd))
+    )
     q_1NQd = q_RBNd.flatten(0, 1).transpose(0, 1)[None]
     out = F.scaled_dot_product_attention(q_1NQd, k, v, attn_mask=layout.cache["visible"][None, None])
     return out[0].transpose(0, 1).view_as(q_RBNd)
 
 
-def _flex(q_RBNd: Tensor, k_RBGd: Tensor, v_RBGd: Tensor, context_k_TGd: Tensor, context_v_TGd: Tensor, layout: BlockLayout) -> Tensor:
+def _flex(
+    q_RBNd: Tensor, k_RBGd: Tensor, v_RBGd: Tensor, context_k_TGd: Tensor, context_v_TGd: Tensor, layout: BlockLayout
+) -> Tensor:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     r, b, n, _ = q_RBNd.shape
     t = len(context_k_TGd)
     if "block_mask" not in layout.cache:
-        layout.cache["block_mask"] = create_block_mask(_mask_function(layout, t), None, None, r * b, t + r * b, device=str(q_RBNd.device))
+        layout.cache["block_mask"] = create_block_mask(
+            _mask_function(layout, t), None, None, r * b, t + r * b, device=str(q_RBNd.device)
+        )
     attend = compiled_flex() if q_RBNd.is_cuda else flex_attention
     out = attend(
         q_RBNd.flatten(0, 1).transpose(0, 1)[None],

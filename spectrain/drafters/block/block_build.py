@@ -1,7 +1,9 @@
-"""A fresh block drafter: its shape from the configuration, its mask token from the training text, its weights from the target.
+"""A fresh block drafter: its shape from the configuration, its mask token from the training text, its weights from the
+target.
 
-Drafter layer i of L starts as layer N − L + i of the target where the shapes agree, the fused context as the deepest tap, and the final
-norm as the target's: keys and values of the context are then close to the target's own. All gains are plain in a drafter.
+Drafter layer i of L starts as layer N − L + i of the target where the shapes agree, the fused context as the deepest
+tap, and the final norm as the target's: keys and values of the context are then close to the target's own. All gains
+are plain in a drafter.
 """
 
 from __future__ import annotations
@@ -26,11 +28,15 @@ _GROUP_SIZE = 64
 _LEAST_NORM = 0.5
 
 
-def block_shape(config: DrafterConfig, spec: TargetSpec, layer: LayerShape, taps: tuple[int, ...], mask_token_id: int) -> BlockShape:
+def block_shape(
+    config: DrafterConfig, spec: TargetSpec, layer: LayerShape, taps: tuple[int, ...], mask_token_id: int
+) -> BlockShape:
     """Raises ConfigError where a setting does not fit the target."""
     block, method = config.block, config.method
     if mask_token_id >= spec.vocab_size:
-        raise ConfigError(f"drafter.block.mask_token_id={mask_token_id} is outside the target's vocabulary of {spec.vocab_size}")
+        raise ConfigError(
+            f"drafter.block.mask_token_id={mask_token_id} is outside the target's vocabulary of {spec.vocab_size}"
+        )
     kind = (block.markov or "vanilla") if method == "dspark" else "none"
     markov = None if kind == "none" else MarkovShape(kind, block.markov_rank)
     confidence = method == "dspark" and block.confidence is not False
@@ -87,7 +93,8 @@ def _group_size(wanted: int | None, hidden_size: int) -> int:
 def choose_mask_token(used_V: np.ndarray, embedding_VH: Tensor) -> int:
     """The last token of the vocabulary that the training text never uses and whose embedding is no shorter than most.
 
-    ``used_V``: how often each token occurs. Reserved tokens tend to stand last. Raises ConfigError where every token occurs.
+    ``used_V``: how often each token occurs. Reserved tokens tend to stand last. Raises ConfigError where every token
+    occurs.
     """
     norms_V = embedding_VH.float().norm(dim=-1).cpu()
     whole_V = norms_V >= _LEAST_NORM * norms_V.median()
@@ -96,13 +103,17 @@ def choose_mask_token(used_V: np.ndarray, embedding_VH: Tensor) -> int:
     if len(candidates) == 0:
         candidates = torch.nonzero(unused_V)[:, 0]
     if len(candidates) == 0:
-        raise ConfigError("every token of the vocabulary occurs in the training text: name one with drafter.block.mask_token_id")
+        raise ConfigError(
+            "every token of the vocabulary occurs in the training text: name one with drafter.block.mask_token_id"
+        )
     return int(candidates[-1])
 
 
 @torch.no_grad()
 def copy_from_target(drafter: BlockDrafter, spec: TargetSpec, head: TargetHead, folder: Path) -> None:
-    """Final norm, fused context and, where the shapes agree, attention and MLP of the target's last layers with their norms."""
+    """Final norm, fused context and, where the shapes agree, attention and MLP of the target's last layers with their
+    norms.
+    """
     body, offset = drafter.body, 1.0 if head.one_plus else 0.0
     body.norm.weight.copy_(head.norm_weight + offset)
     hidden = spec.hidden_size
@@ -113,7 +124,9 @@ def copy_from_target(drafter: BlockDrafter, spec: TargetSpec, head: TargetHead, 
             continue  # more layers than the target has
         source = read_layer(head, folder, index, ("mlp.", "self_attn.", "input_layernorm.weight", *MLP_NORMS))
         gain = source.get("input_layernorm.weight")
-        if gain is not None and copy_weights(layer.self_attn, "self_attn", ("q_proj", "k_proj", "v_proj", "o_proj"), source):
+        if gain is not None and copy_weights(
+            layer.self_attn, "self_attn", ("q_proj", "k_proj", "v_proj", "o_proj"), source
+        ):
             layer.input_layernorm.weight.copy_(gain.float() + offset)
             body.hidden_norm.weight.copy_(gain.float() + offset)
             copy_weights(layer.self_attn, "self_attn", ("q_norm", "k_norm"), source, offset)

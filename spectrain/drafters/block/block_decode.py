@@ -1,9 +1,11 @@
 """Drafting with a block drafter, as a server does it.
 
-The cache holds keys and values of verified tokens, made from the target's taps; column number = position. A draft runs a block behind them
-whose own keys are never kept, so drafting leaves no trace. Each round the cache grows by the accepted tokens and their anchor.
+The cache holds keys and values of verified tokens, made from the target's taps; column number = position. A draft runs
+a block behind them whose own keys are never kept, so drafting leaves no trace. Each round the cache grows by the
+accepted tokens and their anchor.
 
-Legend: B rows, S slots of the block, J slots that draft, T tokens, A taps, H hidden, N heads, G key-value heads, d size of a head.
+Legend: B rows, S slots of the block, J slots that draft, T tokens, A taps, H hidden, N heads, G key-value heads, d size
+of a head.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ def new_cache(body: BlockBody, batch_size: int) -> KeyValueCache:
 
 
 def observe(body: BlockBody, rotary: Rotary, cache: KeyValueCache, taps_BTAH: Tensor, lengths_B: Tensor) -> None:
-    """Taps of verified tokens become context columns. Columns behind a row's length are scratch, overwritten by the next call."""
+    """Taps of verified tokens become context columns. Columns behind a row's length are scratch, overwritten by the
+    next call.
+    """
     rows_B1 = torch.arange(len(taps_BTAH), device=taps_BTAH.device)[:, None]
     positions_BT = cache.columns_B[:, None] + torch.arange(taps_BTAH.shape[1], device=taps_BTAH.device)
     cache.reserve(int(positions_BT.max()) + 1)
@@ -34,18 +38,24 @@ def observe(body: BlockBody, rotary: Rotary, cache: KeyValueCache, taps_BTAH: Te
     cache.columns_B = cache.columns_B + lengths_B
 
 
-def draft_block(body: BlockBody, rotary: Rotary, head: TargetHead, cache: KeyValueCache, anchor_B: Tensor, num_drafts: int) -> Tensor:
+def draft_block(
+    body: BlockBody, rotary: Rotary, head: TargetHead, cache: KeyValueCache, anchor_B: Tensor, num_drafts: int
+) -> Tensor:
     """Normed hidden states [B, J, H] of the slots that draft ``num_drafts`` tokens behind the anchor."""
     shape = body.shape
     slots = shape.slots(num_drafts)
     positions_BS = cache.columns_B[:, None] + torch.arange(slots, device=anchor_B.device)
     end = int(cache.columns_B.max())
-    visible_B1SK = torch.cat([_context_mask(shape, positions_BS, cache.columns_B, end), _own_mask(shape, positions_BS)], dim=-1)[:, None]
+    visible_B1SK = torch.cat(
+        [_context_mask(shape, positions_BS, cache.columns_B, end), _own_mask(shape, positions_BS)], dim=-1
+    )[:, None]
 
     def attend(index: int, q_BSNd: Tensor, k_BSGd: Tensor, v_BSGd: Tensor) -> Tensor:
         k = torch.cat([cache.keys[index][:, :end], k_BSGd], dim=1).transpose(1, 2)
         v = torch.cat([cache.values[index][:, :end], v_BSGd], dim=1).transpose(1, 2)
-        return F.scaled_dot_product_attention(q_BSNd.transpose(1, 2), k, v, attn_mask=visible_B1SK, enable_gqa=True).transpose(1, 2)
+        return F.scaled_dot_product_attention(
+            q_BSNd.transpose(1, 2), k, v, attn_mask=visible_B1SK, enable_gqa=True
+        ).transpose(1, 2)
 
     hidden_BSH = body(body.block_input(anchor_B, head, slots), rotary.cos_sin(positions_BS), attend)
     return hidden_BSH[:, shape.first_slot :]

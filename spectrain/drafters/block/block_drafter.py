@@ -1,9 +1,11 @@
 """DFlash, DSpark and DFlash2 behind the interface of every drafter.
 
-One pass of the backbone gives all slots; then drafts are chosen from left to right, because a Markov head or a selector needs the token
-before. The distribution that is reported for a slot is the distribution its draft was drawn from, given the drafts before it.
+One pass of the backbone gives all slots; then drafts are chosen from left to right, because a Markov head or a selector
+needs the token before. The distribution that is reported for a slot is the distribution its draft was drawn from, given
+the drafts before it.
 
-Legend: B rows, n drafts, T tokens, A taps, H hidden, D draft vocabulary, V target vocabulary, C candidates of the selector, r rank.
+Legend: B rows, n drafts, T tokens, A taps, H hidden, D draft vocabulary, V target vocabulary, C candidates of the
+selector, r rank.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ from spectrain.target.families import at_least_float32
 
 
 class BlockDrafter(Drafter):
-    """``options`` and ``loss`` matter to training only. ``temperatures``: calibration of the confidence head, one a slot; empty: none."""
+    """``options`` and ``loss`` matter to training only. ``temperatures``: calibration of the confidence head, one a
+    slot; empty: none.
+    """
 
     shape: BlockShape
     body: BlockBody
@@ -46,7 +50,8 @@ class BlockDrafter(Drafter):
         temperatures: Sequence[float] = (),
     ) -> None:
         super().__init__(shape, vocab, loss, attention)
-        self.options, self.temperatures = options or BlockConfig(), tuple(temperatures)
+        self.options = options or BlockConfig()
+        self.temperatures = tuple(temperatures)
         self.body = BlockBody(shape)
         self.rotary = Rotary(shape.layer)
 
@@ -61,7 +66,9 @@ class BlockDrafter(Drafter):
 
     @property
     def length_matters(self) -> bool:
-        """In a bidirectional block every slot sees all others, and a server that is asked for fewer drafts runs a shorter block."""
+        """In a bidirectional block every slot sees all others, and a server that is asked for fewer drafts runs a
+        shorter block.
+        """
         return not self.shape.causal
 
     @property
@@ -83,7 +90,9 @@ class BlockDrafter(Drafter):
         return block_losses(self, batch)
 
     @torch.no_grad()
-    def score(self, batch: PackedBatch, num_tokens: int, sampling: SamplingParams, draft_sampling: SamplingParams) -> DraftScores:
+    def score(
+        self, batch: PackedBatch, num_tokens: int, sampling: SamplingParams, draft_sampling: SamplingParams
+    ) -> DraftScores:
         from spectrain.drafters.block.block_scores import block_scores
 
         return block_scores(self, batch, num_tokens, sampling, draft_sampling)
@@ -99,7 +108,12 @@ class BlockDrafter(Drafter):
 
     @torch.no_grad()
     def propose(
-        self, cache: KeyValueCache, anchor_B: Tensor, n: int, sampling: SamplingParams, generators: Sequence[torch.Generator] | None = None
+        self,
+        cache: KeyValueCache,
+        anchor_B: Tensor,
+        n: int,
+        sampling: SamplingParams,
+        generators: Sequence[torch.Generator] | None = None,
     ) -> Proposal:
         if n > self.training_steps:
             raise ValueError(f"this drafter's blocks give {self.training_steps} drafts, {n} were asked for")
@@ -120,12 +134,16 @@ class BlockDrafter(Drafter):
 
     def calibrated(self, logits: Tensor, slot: int) -> Tensor:
         """Confidence logits of a slot -> probabilities, under the slot's temperature."""
-        return torch.sigmoid(logits / self.temperatures[slot]) if slot < len(self.temperatures) else torch.sigmoid(logits)
+        return (
+            torch.sigmoid(logits / self.temperatures[slot]) if slot < len(self.temperatures) else torch.sigmoid(logits)
+        )
 
 
 @dataclass
 class _Scores:
-    """Logits of a slot: over the draft vocabulary, or over candidates of the selector. ``target_ids``: [D] or [B, C]."""
+    """Logits of a slot: over the draft vocabulary, or over candidates of the selector. ``target_ids``: [D] or
+    [B, C].
+    """
 
     logits: Tensor
     target_ids: Tensor
@@ -135,7 +153,10 @@ class _DraftChooser:
     """Chooses the drafts of a block from left to right."""
 
     def __init__(self, drafter: BlockDrafter, hidden_BnH: Tensor, anchor_B: Tensor, sampling: SamplingParams) -> None:
-        self.drafter, self.body, self.sampling, self.hidden_BnH = drafter, drafter.body, sampling, hidden_BnH
+        self.drafter = drafter
+        self.body = drafter.body
+        self.sampling = sampling
+        self.hidden_BnH = hidden_BnH
         self.base_BnD = at_least_float32(linear(hidden_BnH, drafter.lm_head_DH.to(hidden_BnH.dtype)))
         self.prev_B = anchor_B
         self.carry_Br: Tensor | None = None  # what a recurrent Markov head carries from slot to slot

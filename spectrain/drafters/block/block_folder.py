@@ -1,7 +1,8 @@
 """A block drafter's part of a drafter folder's ``config.json`` (the speculators layout).
 
-vLLM reads one flag of causality for all layers: ``sliding_window_non_causal`` for dflash and dflash2; a dspark layer is causal if it is a
-sliding one. It serves the plain Markov head only: a folder with another is for this package's own loop, and vLLM refuses its tensors.
+vLLM reads one flag of causality for all layers: ``sliding_window_non_causal`` for dflash and dflash2; a dspark layer is
+causal if it is a sliding one. It serves the plain Markov head only: a folder with another is for this package's own
+loop, and vLLM refuses its tensors.
 """
 
 from __future__ import annotations
@@ -83,7 +84,9 @@ def _slides(layer: dict[str, Any]) -> bool:
     """Whether its layers are sliding ones."""
     kinds = layer.get("layer_types") or ["full_attention"]
     if kinds not in ([kind] * len(kinds) for kind in ("full_attention", "sliding_attention")):
-        raise ValueError(f"layer_types is {kinds!r}, this version reads sliding_attention or full_attention in all layers")
+        raise ValueError(
+            f"layer_types is {kinds!r}, this version reads sliding_attention or full_attention in all layers"
+        )
     return kinds[0] == "sliding_attention"
 
 
@@ -95,4 +98,6 @@ def _flag(config: dict[str, Any], name: str, default: bool = False) -> bool:
 def build(shape: BlockShape, vocab: DraftVocab, noted: dict[str, Any]) -> BlockDrafter:
     """Raises TypeError or ValueError where what was noted makes no sense."""
     name = "confidence_temperatures"
-    return BlockDrafter(shape, vocab, temperatures=[positive(value, f"spectrain.{name}") for value in noted.get(name) or ()])
+    return BlockDrafter(
+        shape, vocab, temperatures=[positive(value, f"spectrain.{name}") for value in noted.get(name) or ()]
+    )

@@ -1,20 +1,28 @@
-"""A closed-form initialisation for a block drafter: heads that look where the information is, and ridge regression for what they carry.
+"""A closed-form initialisation for a block drafter: heads that look where the information is, and ridge regression for
+what they carry.
 
-Started from copied layers, a block drafter needs thousands of steps before its mask slots look at the two places that decide the next
-tokens: the anchor, and the last token of the context. Both can be had at once, and what is linear from there can be solved for.
+Started from copied layers, a block drafter needs thousands of steps before its mask slots look at the two places that
+decide the next
+tokens: the anchor, and the last token of the context. Both can be had at once, and what is linear from there can be
+solved for.
 
-    keys      k_proj of rank 2: one part for the kind a key-value head looks at (the anchor, or the context), in fast rotary pairs, one
-              for the others, in slow pairs. Directions u with u·x near 1 or 0 by kind are least squares; the key norm does the rest
-    queries   a constant. Equal weights in log-spaced rotary pairs make scores fall with the logarithm of the distance, so the nearest key
-              of the kind wins; the mask slots, always scored the same, win beyond a distance. Query heads that share keys differ
+    keys      k_proj of rank 2: one part for the kind a key-value head looks at (the anchor, or the context), in fast
+              rotary pairs, one
+              for the others, in slow pairs. Directions u with u·x near 1 or 0 by kind are least squares; the key norm
+              does the rest
+    queries   a constant. Equal weights in log-spaced rotary pairs make scores fall with the logarithm of the distance,
+              so the nearest key
+              of the kind wins; the mask slots, always scored the same, win beyond a distance. Query heads that share
+              keys differ
               in that distance: they are gates by slot number
     values    codes of the input from which the next states are predicted best (reduced-rank regression, Izenman 1975)
-    outputs   o_proj, then down_proj, by ridge regression from what the heads and the MLP's units really are to the teacher's last hidden
-              state at each slot, divided by its root mean square (the final norm undoes it). First for layer 0, then for layer 1 on
-              what is left. Further layers start as the identity
+    outputs   o_proj, then down_proj, by ridge regression from what the heads and the MLP's units really are to the
+              teacher's last hidden
+              state at each slot, divided by its root mean square (the final norm undoes it). First for layer 0, then
+              for layer 1 on what is left. Further layers start as the identity
 
-Legend: R blocks, B slots, T tokens, H hidden, S counted rows (block, slot), I inputs, U units, N heads, G key-value heads, M = N/G, d
-size of a head.
+Legend: R blocks, B slots, T tokens, H hidden, S counted rows (block, slot), I inputs, U units, N heads, G key-value
+heads, M = N/G, d size of a head.
 """
 
 from __future__ import annotations
@@ -51,8 +59,8 @@ _SLOWEST_FAST = 0.02  # radians a token
 
 @dataclass
 class Blocks:
-    """Blocks of a batch on their way through the layers. ``x_RBH``: the residual stream; ``target_RBH``: what it should be, of size 1;
-    ``weight_RB``: of a slot in the sums, 0 where nothing is known."""
+    """Blocks of a batch on their way through the layers. ``x_RBH``: the residual stream; ``target_RBH``: what it should
+    be, of size 1; ``weight_RB``: of a slot in the sums, 0 where nothing is known."""
 
     anchor_R: Tensor
     layout: BlockLayout
@@ -72,7 +80,9 @@ class Blocks:
         counts_RB = tokens_ahead(batch, shape.num_drafts)[anchor_R][:, None] > place_B
         return cls(
             anchor_R=anchor_R,
-            layout=BlockLayout.build(anchor_R, batch.document_ids_T, shape.block_size, shape.sliding_window, shape.causal),
+            layout=BlockLayout.build(
+                anchor_R, batch.document_ids_T, shape.block_size, shape.sliding_window, shape.causal
+            ),
             context_TH=body.fuse(batch.taps_TAH),
             cos_sin_T=drafter.rotary.cos_sin(batch.position_ids_T),
             cos_sin_RB=drafter.rotary.cos_sin(batch.position_ids_T[anchor_R][:, None] + slot_B),
@@ -82,7 +92,9 @@ class Blocks:
         )
 
     def heads(self, drafter: BlockDrafter, layer: BlockLayer) -> Tensor:
-        """What the layer's attention gives before its output matrix, [R, B, N, d]. A convolution beside it, fresh, does nothing."""
+        """What the layer's attention gives before its output matrix, [R, B, N, d]. A convolution beside it, fresh, does
+        nothing.
+        """
         x_RBH, attention = layer.input_layernorm(self.x_RBH), layer.self_attn
         kv_RB = attention.keys_values(x_RBH, self.cos_sin_RB)
         kv_T = layer.context_kv(self.context_TH, self.cos_sin_T)
@@ -92,21 +104,27 @@ class Blocks:
 
 @torch.no_grad()
 def closed_form_init(drafter: BlockDrafter, batches: Batches, advance: Advance) -> int:
-    """Set attention and MLP outputs of the first layers from training documents; returns the number of blocks used, 0 if nothing was set.
+    """Set attention and MLP outputs of the first layers from training documents; returns the number of blocks used, 0
+    if nothing was set.
 
-    Nothing is set with a single key-value head in all, heads too small to hold fast and slow rotary pairs, or fewer blocks than unknowns.
-    ``batches`` is called twice; ``advance`` is told about every percent of the work. Holds up to ``ANCHORS_PER_DIM``·H blocks in float32,
-    three times [R, B, H], or as many as there is room for in ``_SAMPLE_BYTES``.
+    Nothing is set with a single key-value head in all, heads too small to hold fast and slow rotary pairs, or fewer
+    blocks than unknowns. ``batches`` is called twice; ``advance`` is told about every percent of the work. Holds up to
+    ``ANCHORS_PER_DIM``·H blocks in float32, three times [R, B, H], or as many as there is room for in
+    ``_SAMPLE_BYTES``.
     """
     shape = drafter.shape
     hidden, pairs = shape.layer.hidden_size, _Pairs.build(drafter)
     total = sum(len(all_anchors(batch)) for batch in batches())
-    most, least = min(ANCHORS_PER_DIM * hidden, _SAMPLE_BYTES // (3 * 4 * shape.block_size * hidden)), ANCHORS_LEAST_PER_DIM * hidden
+    most, least = (
+        min(ANCHORS_PER_DIM * hidden, _SAMPLE_BYTES // (3 * 4 * shape.block_size * hidden)),
+        ANCHORS_LEAST_PER_DIM * hidden,
+    )
     if pairs is None or shape.layer.num_key_value_heads * shape.num_layers < 2 or min(total, most) < least:
         return 0
     body = drafter.body
     body.fc.weight.zero_()
-    # Taps ascend, so the deepest comes last. Turned round, because behind layer 0 the slots carry states too: keys must tell them apart.
+    # Taps ascend, so the deepest comes last. Turned round, because behind layer 0 the slots carry states too: keys must
+    # tell them apart.
     body.fc.weight[:, -hidden:] = -torch.eye(hidden)
     body.hidden_norm.weight.fill_(1.0)
     for layer in body.layers:
@@ -143,13 +161,17 @@ def _sample(drafter: BlockDrafter, batches: Iterable[PackedBatch], most: int, to
 
 
 def _coded_drafts(drafter: BlockDrafter, sample: list[Blocks], least: int) -> int:
-    """The drafts whose states choose the codes: those that at least so many blocks of the sample have, and the first one anyhow."""
+    """The drafts whose states choose the codes: those that at least so many blocks of the sample have, and the first
+    one anyhow.
+    """
     first, most = drafter.shape.first_slot, min(_CODED_DRAFTS, drafter.shape.num_drafts)
     counts_J = torch.stack([(blocks.weight_RB[:, first : first + most] > 0).sum(0) for blocks in sample]).sum(0)
     return max(1, int((counts_J >= least).sum()))
 
 
-def _solve(drafter: BlockDrafter, layer: BlockLayer, pairs: _Pairs, coded: int, sample: Callable[[], Iterator[Blocks]]) -> None:
+def _solve(
+    drafter: BlockDrafter, layer: BlockLayer, pairs: _Pairs, coded: int, sample: Callable[[], Iterator[Blocks]]
+) -> None:
     """One layer, and the sample's residual streams behind it."""
     layer.input_layernorm.weight.fill_(1.0)
     _set_keys_and_values(drafter, layer, pairs, _Kinds(drafter, layer, coded, sample()))
@@ -176,8 +198,9 @@ def _add(gram: Gram, inputs_RBI: Tensor, blocks: Blocks) -> None:
 
 @dataclass
 class _Pairs:
-    """Which rotary pairs of a head do what: ``fast`` tell distances, ``level`` lift keys of the wanted kind, ``sink`` is where mask slots
-    (and, negative, the other kind) show. In the ``spare`` pair keys are 0, so that queries can have one length."""
+    """Which rotary pairs of a head do what: ``fast`` tell distances, ``level`` lift keys of the wanted kind, ``sink``
+    is where mask slots (and, negative, the other kind) show. In the ``spare`` pair keys are 0, so that queries can have
+    one length."""
 
     fast: Tensor
     level: Tensor
@@ -213,9 +236,13 @@ class _Pairs:
         return k_dH
 
     def query(self, edge: float | None, farthest: int, num_sinks: int) -> Tensor:
-        """[d], before the norm: the nearest key wins up to the distance ``edge``, and the sinks beyond; None: up to ``farthest``."""
+        """[d], before the norm: the nearest key wins up to the distance ``edge``, and the sinks beyond; None: up to
+        ``farthest``.
+        """
         own, sinks = math.sqrt(len(self.fast) + len(self.level)), len(self.sink)
-        least = min(self.closeness(distance) for distance in range(farthest + 1)) if edge is None else self.closeness(edge)
+        least = (
+            min(self.closeness(distance) for distance in range(farthest + 1)) if edge is None else self.closeness(edge)
+        )
         level = _SINK + math.log(num_sinks) - self.slope * least + (_LEAD if edge is None else 0.0)
         q_d = torch.zeros(self.d, dtype=torch.float64)
         q_d[self.fast] = self.slope * own
@@ -228,7 +255,8 @@ def _set_keys_and_values(drafter: BlockDrafter, layer: BlockLayer, pairs: _Pairs
     shape, attention = drafter.shape.layer, layer.self_attn
     groups, d, hidden = shape.num_key_value_heads, shape.head_dim, shape.hidden_size
     share = shape.num_attention_heads // groups
-    # The anchor's embedding is read by layer 0, where it still stands alone; the context by what is left of it and by the next layer.
+    # The anchor's embedding is read by layer 0, where it still stands alone; the context by what is left of it and by
+    # the next layer.
     alone = len(drafter.body.layers) == 1
     anchor_groups = 0 if layer.index > 0 else max(1, groups // 3 if alone else groups - max(1, groups // 3))
     codes = kinds.codes(anchor_groups * d, (groups - anchor_groups) * d)
@@ -273,7 +301,11 @@ class _Kinds:
         first = drafter.shape.first_slot
         for here in sample:
             x_RBH = layer.input_layernorm(here.x_RBH)
-            for kind, rows in (("anchor", x_RBH[:, 0]), ("mask", x_RBH[:, 1:].flatten(0, 1)), ("context", here.context_TH)):
+            for kind, rows in (
+                ("anchor", x_RBH[:, 0]),
+                ("mask", x_RBH[:, 1:].flatten(0, 1)),
+                ("context", here.context_TH),
+            ):
                 self.xx[kind] = self.xx.get(kind, 0.0) + (rows.T @ rows).double()
                 self.mean[kind] = self.mean.get(kind, 0.0) + rows.sum(0).double()
                 counts[kind] = counts.get(kind, 0) + len(rows)
@@ -281,7 +313,9 @@ class _Kinds:
             last = first + coded
             kept = (weight_RB[:, first:last] > 0).all(1)
             wanted_RJH = (target_RBH - here.x_RBH)[:, first:last] * weight_RB[:, first:last, None].sqrt()
-            inputs_RI = torch.cat([x_RBH[:, 0], here.context_TH[here.anchor_R - 1], torch.ones_like(x_RBH[:, 0, :1])], dim=1)
+            inputs_RI = torch.cat(
+                [x_RBH[:, 0], here.context_TH[here.anchor_R - 1], torch.ones_like(x_RBH[:, 0, :1])], dim=1
+            )
             self.state.add(inputs_RI[kept], wanted_RJH[kept].flatten(1))
         for kind, count in counts.items():
             self.xx[kind] /= count
@@ -296,15 +330,22 @@ class _Kinds:
         return torch.linalg.solve(xx + 1e-4 * xx.diagonal().mean() * eye, xy)
 
     def codes(self, of_anchor: int, of_context: int) -> dict[str, Tensor]:
-        """Rows [r, H] that map each kind's input to codes, of size about 1, from which the states are predicted best."""
+        """Rows [r, H] that map each kind's input to codes, of size about 1, from which the states are
+        predicted best.
+        """
         solution_IO = self.state.solve()
         xx = self.state.xx
         assert isinstance(xx, Tensor)
         hidden = len(self.mean["anchor"])
         result = {}
-        for kind, part, rank in (("anchor", slice(hidden), of_anchor), ("context", slice(hidden, 2 * hidden), of_context)):
+        for kind, part, rank in (
+            ("anchor", slice(hidden), of_anchor),
+            ("context", slice(hidden, 2 * hidden), of_context),
+        ):
             own = xx[part, part] / self.count
-            values, vectors = torch.linalg.eigh(own + RIDGE * own.diagonal().mean() * torch.eye(hidden, dtype=own.dtype))
+            values, vectors = torch.linalg.eigh(
+                own + RIDGE * own.diagonal().mean() * torch.eye(hidden, dtype=own.dtype)
+            )
             root, inverse = (vectors * values.sqrt()) @ vectors.T, (vectors * values.rsqrt()) @ vectors.T
             fitted = root @ solution_IO[part]
             _, left = torch.linalg.eigh(fitted @ fitted.T)

@@ -1,12 +1,12 @@
 """The backbone of a block drafter (DFlash, arXiv:2602.06036; DSpark and DFlash2 put light heads on it).
 
-The target's taps enter every layer as keys and values only: k_proj and v_proj of c_t = hidden_norm(fc(taps at t)). A context key is not
-normed again and does not change from layer to layer, so it depends on its own position alone and can be kept. The block attends to the
-context strictly before its anchor and to itself; which rows that are is the caller's business (``attend``), because training packs
-many blocks where a server has a cache.
+The target's taps enter every layer as keys and values only: k_proj and v_proj of c_t = hidden_norm(fc(taps at t)). A
+context key is not normed again and does not change from layer to layer, so it depends on its own position alone and can
+be kept. The block attends to the context strictly before its anchor and to itself; which rows that are is the caller's
+business (``attend``), because training packs many blocks where a server has a cache.
 
-The module is the architecture and nothing else: ``training.py`` trains it, ``decode.py`` drafts with it. Names and shapes of the parameters
-are those of the checkpoint that vLLM loads.
+The module is the architecture and nothing else: ``training.py`` trains it, ``decode.py`` drafts with it. Names and
+shapes of the parameters are those of the checkpoint that vLLM loads.
 
 Legend: R blocks, B slots, T context tokens, A taps, H hidden, N heads, G key-value heads, d size of a head.
 """
@@ -100,7 +100,9 @@ class BlockBody(nn.Module):
         return self.hidden_norm(self.fc(taps_TAH.to(self.fc.weight.dtype).flatten(-2)))
 
     def block_input(self, anchor_R: Tensor, head: TargetHead, slots: int | None = None) -> Tensor:
-        """[R, B, H]: the anchor's embedding, then the mask token's. ``slots``: length of the block, None: as trained."""
+        """[R, B, H]: the anchor's embedding, then the mask token's. ``slots``: length of the block, None: as
+        trained.
+        """
         ids_RB = anchor_R.new_full((len(anchor_R), slots or self.shape.block_size), self.shape.mask_token_id)
         ids_RB[:, 0] = anchor_R
         return head.embed_rows(ids_RB).to(self.fc.weight.dtype)

@@ -1,7 +1,8 @@
 """Acceptance of every block of a text, for the simulation.
 
-A slot is looked at only where all slots before it can stand: what comes behind a certain failure is never seen by a simulation, and at
-temperature 0 that is most of the slots. So the head, nearly all of the cost, runs on about as many rows an anchor as a server gains tokens.
+A slot is looked at only where all slots before it can stand: what comes behind a certain failure is never seen by a
+simulation, and at temperature 0 that is most of the slots. So the head, nearly all of the cost, runs on about as many
+rows an anchor as a server gains tokens.
 
 Legend: R blocks, J drafts of a block, S blocks that are still alive, H hidden, D draft vocabulary, N candidates.
 """
@@ -26,8 +27,12 @@ if TYPE_CHECKING:
     from spectrain.drafters.block.block_drafter import BlockDrafter
 
 
-def block_scores(drafter: BlockDrafter, batch: PackedBatch, num_drafts: int, sampling: SamplingParams, draft_sampling: SamplingParams) -> DraftScores:
-    """Acceptance of all anchors' blocks of ``num_drafts`` drafts, as a server runs them when it is asked for so many."""
+def block_scores(
+    drafter: BlockDrafter, batch: PackedBatch, num_drafts: int, sampling: SamplingParams, draft_sampling: SamplingParams
+) -> DraftScores:
+    """Acceptance of all anchors' blocks of ``num_drafts`` drafts, as a server runs them when it is asked for
+    so many.
+    """
     anchor_R = all_anchors(batch)
     accept_RJ = torch.zeros(len(anchor_R), num_drafts, device=anchor_R.device)
     if len(anchor_R) == 0:
@@ -51,7 +56,9 @@ def block_scores(drafter: BlockDrafter, batch: PackedBatch, num_drafts: int, sam
     return DraftScores(anchor_R, accept_RJ, slots.confidence())
 
 
-def _log_q(drafter: BlockDrafter, batch: PackedBatch, anchor_R: Tensor, ahead_R: Tensor, sampling: SamplingParams) -> Tensor:
+def _log_q(
+    drafter: BlockDrafter, batch: PackedBatch, anchor_R: Tensor, ahead_R: Tensor, sampling: SamplingParams
+) -> Tensor:
     """log q of the document's own token behind every position that some slot asks about, [T]; others hold 0."""
     asked_T = torch.zeros(batch.num_tokens, dtype=torch.bool, device=anchor_R.device)
     for k in range(int(ahead_R.max())):

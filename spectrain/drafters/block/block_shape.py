@@ -1,8 +1,9 @@
-"""What decides the parameters and the arithmetic of a block drafter: DFlash, DSpark and DFlash2 are settings of one architecture.
+"""What decides the parameters and the arithmetic of a block drafter: DFlash, DSpark and DFlash2 are settings of one
+architecture.
 
-A block of B slots begins at the anchor, the last token the target has committed: slot 0 holds the anchor's embedding, the others that of
-the mask token, and slot j sits at the anchor's position + j. One pass fills all slots; slot j drafts the token at its own position
-(``sample_from_anchor`` false, slots 1 … B−1) or the one behind it (true, slots 0 … B−1).
+A block of B slots begins at the anchor, the last token the target has committed: slot 0 holds the anchor's embedding,
+the others that of the mask token, and slot j sits at the anchor's position + j. One pass fills all slots; slot j drafts
+the token at its own position (``sample_from_anchor`` false, slots 1 … B−1) or the one behind it (true, slots 0 … B−1).
 """
 
 from __future__ import annotations
@@ -76,11 +77,15 @@ class BlockShape:
         check_sizes(self)
         whole(self.block_size, "block_size", least=2)
         if whole(self.mask_token_id, "mask_token_id", least=0) >= self.target_vocab_size:
-            raise ValueError(f"mask_token_id is {self.mask_token_id}, outside the target's vocabulary of {self.target_vocab_size}")
+            raise ValueError(
+                f"mask_token_id is {self.mask_token_id}, outside the target's vocabulary of {self.target_vocab_size}"
+            )
         if self.sliding_window is not None:
             whole(self.sliding_window, "sliding_window")
         if self.conv is not None and self.layer.hidden_size % self.conv.group_size:
-            raise ValueError(f"conv_group_size is {self.conv.group_size}, it must divide hidden_size={self.layer.hidden_size}")
+            raise ValueError(
+                f"conv_group_size is {self.conv.group_size}, it must divide hidden_size={self.layer.hidden_size}"
+            )
 
     @property
     def owns_head(self) -> bool:

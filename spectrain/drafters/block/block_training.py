@@ -1,20 +1,23 @@
 """Training and scoring of block drafters: many blocks of packed documents in one pass.
 
-Work is proportional to what counts. Only real anchors make blocks; only slots that predict a generated token meet the head; a teacher's
-distribution is made once for all blocks that reach its position. The bias of the plain Markov head depends on the token before the predicted one,
-which is the teacher's own token: it, too, is made once per position (``losses.Bias``), though DSpark's paper adds it slot by slot.
+Work is proportional to what counts. Only real anchors make blocks; only slots that predict a generated token meet the
+head; a teacher's distribution is made once for all blocks that reach its position. The bias of the plain Markov head
+depends on the token before the predicted one, which is the teacher's own token: it, too, is made once per position
+(``losses.Bias``), though DSpark's paper adds it slot by slot.
 
-Losses: those of ``loss_terms.py`` for the distribution a slot drafts from. With a selector that distribution lives on a few candidates; the base logits,
-which decide who is a candidate, are trained by the same terms beside it, with the same weight. The confidence head learns 1 − TV(p, q), the
-probability that its slot is accepted at temperature 1, by cross-entropy.
+Losses: those of ``loss_terms.py`` for the distribution a slot drafts from. With a selector that distribution lives on a
+few candidates; the base logits, which decide who is a candidate, are trained by the same terms beside it, with the same
+weight. The confidence head learns 1 − TV(p, q), the probability that its slot is accepted at temperature 1, by
+cross-entropy.
 
-Slots weigh exp(−k / decay) (DFlash), or as D-PACE (arXiv:2605.18810, eq. 7 and 8) has it: Σ_{i ≥ k} Π_{l ≤ i} s_l, where s = (1 − α) a + α
-is smoothed certainty. Without smoothing that is the derivative of the expected number of accepted drafts by log a_k; with it, slots that
-are hardly ever reached yet are learnt, too. The paper's a is the drafter's probability of the text's token, and its loss cross-entropy;
-ours is the slot's acceptance probability 1 − TV, so that any loss can be weighed. Weights are relative: the mean divides by their sum.
+Slots weigh exp(−k / decay) (DFlash), or as D-PACE (arXiv:2605.18810, eq. 7 and 8) has it: Σ_{i ≥ k} Π_{l ≤ i} s_l,
+where s = (1 − α) a + α is smoothed certainty. Without smoothing that is the derivative of the expected number of
+accepted drafts by log a_k; with it, slots that are hardly ever reached yet are learnt, too. The paper's a is the
+drafter's probability of the text's token, and its loss cross-entropy; ours is the slot's acceptance probability 1 − TV,
+so that any loss can be weighed. Weights are relative: the mean divides by their sum.
 
-Legend: T tokens, R blocks, B slots of a block, J drafts of a block, S counted (block, draft) pairs, U teacher positions, H hidden, r rank
-of the Markov head, N candidates.
+Legend: T tokens, R blocks, B slots of a block, J drafts of a block, S counted (block, draft) pairs, U teacher
+positions, H hidden, r rank of the Markov head, N candidates.
 """
 
 from __future__ import annotations
@@ -31,7 +34,16 @@ from torch.utils.checkpoint import checkpoint
 from spectrain.data.packing import PackedBatch
 from spectrain.drafters.block.anchors import draw_anchors, tokens_ahead
 from spectrain.drafters.block.block_attention import BlockLayout, block_attention
-from spectrain.drafters.losses.fused import Bias, LossSums, StudentLoss, Students, by_teacher, candidate_loss, slot_sums, student_loss
+from spectrain.drafters.losses.fused import (
+    Bias,
+    LossSums,
+    StudentLoss,
+    Students,
+    by_teacher,
+    candidate_loss,
+    slot_sums,
+    student_loss,
+)
 
 if TYPE_CHECKING:
     from spectrain.drafters.block.block_drafter import BlockDrafter
@@ -40,7 +52,9 @@ _CANDIDATE_BYTES = 64 << 20  # of the candidates' head rows, gathered at a time
 
 
 def run_blocks(drafter: BlockDrafter, batch: PackedBatch, anchor_R: Tensor, num_drafts: int) -> Tensor:
-    """Normed hidden states [R, J, H] of the slots that draft, in blocks of ``num_drafts`` drafts at the flat positions ``anchor_R``."""
+    """Normed hidden states [R, J, H] of the slots that draft, in blocks of ``num_drafts`` drafts at the flat positions
+    ``anchor_R``.
+    """
     body, shape = drafter.body, drafter.shape
     slots = shape.slots(num_drafts)
     layout = BlockLayout.build(anchor_R, batch.document_ids_T, slots, shape.sliding_window, shape.causal)
@@ -49,7 +63,9 @@ def run_blocks(drafter: BlockDrafter, batch: PackedBatch, anchor_R: Tensor, num_
     cos_sin_T = drafter.rotary.cos_sin(batch.position_ids_T)
 
     def attend(index: int, q_RBNd: Tensor, k_RBGd: Tensor, v_RBGd: Tensor) -> Tensor:
-        return block_attention(q_RBNd, k_RBGd, v_RBGd, *body.layers[index].context_kv(context_TH, cos_sin_T), layout, backend)
+        return block_attention(
+            q_RBNd, k_RBGd, v_RBGd, *body.layers[index].context_kv(context_TH, cos_sin_T), layout, backend
+        )
 
     slot_B = torch.arange(slots, device=anchor_R.device)
     cos_sin_RB = drafter.rotary.cos_sin(batch.position_ids_T[anchor_R][:, None] + slot_B)
@@ -58,7 +74,9 @@ def run_blocks(drafter: BlockDrafter, batch: PackedBatch, anchor_R: Tensor, num_
 
 
 def previous_tokens(batch: PackedBatch, anchor_R: Tensor, num_drafts: int) -> Tensor:
-    """[R, J]: the document's token before each predicted one. Places behind the batch's end repeat its last token: they never count."""
+    """[R, J]: the document's token before each predicted one. Places behind the batch's end repeat its last token: they
+    never count.
+    """
     place_J = torch.arange(num_drafts, device=anchor_R.device)
     return batch.input_ids_T[(anchor_R[:, None] + place_J).clamp(max=batch.num_tokens - 1)]
 
@@ -105,20 +123,26 @@ def block_losses(drafter: BlockDrafter, batch: PackedBatch) -> LossSums:
     if options.d_pace:
         with torch.no_grad():
             overlap_S = _distribution_losses(drafter, batch, counted, students, prev_S)[1]
-        students = replace(students, weight_S=_d_pace(overlap_S, options.d_pace_smoothing, counted, hidden_RJH.shape[:2]))
+        students = replace(
+            students, weight_S=_d_pace(overlap_S, options.d_pace_smoothing, counted, hidden_RJH.shape[:2])
+        )
     sums, overlap_S = _distribution_losses(drafter, batch, counted, students, prev_S)
     return _with_confidence(drafter, sums, students, prev_S, overlap_S)
 
 
 def _nothing(drafter: BlockDrafter) -> LossSums:
-    """No block in this batch. Every parameter must still have a gradient, or data-parallel ranks with text would wait for ever."""
+    """No block in this batch. Every parameter must still have a gradient, or data-parallel ranks with text would wait
+    for ever.
+    """
     loss = sum((p.sum() for p in drafter.parameters()), torch.zeros(())) * 0.0
     zeros_K = torch.zeros(drafter.shape.num_drafts, device=loss.device)
     terms = {name: zeros_K.clone() for name in drafter.loss_terms}
     return LossSums(loss, loss.detach().clone(), terms, zeros_K.clone(), zeros_K.long())
 
 
-def _markov_bias(drafter: BlockDrafter, batch: PackedBatch, counted: Counted, hidden_RJH: Tensor, prev_RJ: Tensor) -> Bias | None:
+def _markov_bias(
+    drafter: BlockDrafter, batch: PackedBatch, counted: Counted, hidden_RJH: Tensor, prev_RJ: Tensor
+) -> Bias | None:
     """W2 · s of the Markov head. The plain head's s depends on the previous token alone, and that is the teacher's."""
     markov = drafter.body.markov_head
     if markov is None:
@@ -129,12 +153,19 @@ def _markov_bias(drafter: BlockDrafter, batch: PackedBatch, counted: Counted, hi
     return Bias(counted.rows(markov.states(markov.embed(prev_RJ), hidden_RJH)), matrix_Dr, shared=False)
 
 
-def _distribution_losses(drafter: BlockDrafter, batch: PackedBatch, counted: Counted, students: Students, prev_S: Tensor) -> tuple[LossSums, Tensor]:
+def _distribution_losses(
+    drafter: BlockDrafter, batch: PackedBatch, counted: Counted, students: Students, prev_S: Tensor
+) -> tuple[LossSums, Tensor]:
     """Losses of the distribution that slots draft from, and its acceptance probabilities [S], detached."""
     target_U = batch.input_ids_T[counted.teacher_U + 1]
     weights, num_slots = drafter.loss.weights, drafter.shape.num_drafts
     base = student_loss(
-        students, drafter.lm_head_DH, drafter.teacher(batch, counted.teacher_U), drafter.target_to_draft_V[target_U], weights, num_slots
+        students,
+        drafter.lm_head_DH,
+        drafter.teacher(batch, counted.teacher_U),
+        drafter.target_to_draft_V[target_U],
+        weights,
+        num_slots,
     )
     if not students.candidates:
         return base.sums, base.overlap_S
@@ -148,7 +179,9 @@ def _distribution_losses(drafter: BlockDrafter, batch: PackedBatch, counted: Cou
 
 
 def _candidate_scores(drafter: BlockDrafter, students: Students, base: StudentLoss, prev_S: Tensor) -> Tensor:
-    """Scores of each student's candidates [S, N], differentiable; the gathered rows of the head are made again in backward."""
+    """Scores of each student's candidates [S, N], differentiable; the gathered rows of the head are made again in
+    backward.
+    """
     selector, head_DH = drafter.body.candidate_selector, drafter.lm_head_DH
     assert selector is not None
 
@@ -161,7 +194,9 @@ def _candidate_scores(drafter: BlockDrafter, students: Students, base: StudentLo
     return torch.cat([checkpoint(scores, *part, use_reentrant=False) for part in parts])
 
 
-def _with_confidence(drafter: BlockDrafter, sums: LossSums, students: Students, prev_S: Tensor, overlap_S: Tensor) -> LossSums:
+def _with_confidence(
+    drafter: BlockDrafter, sums: LossSums, students: Students, prev_S: Tensor, overlap_S: Tensor
+) -> LossSums:
     """Adds the confidence head's cross-entropy against the acceptance probabilities."""
     body, options = drafter.body, drafter.options
     if body.confidence_head is None:
@@ -172,14 +207,20 @@ def _with_confidence(drafter: BlockDrafter, sums: LossSums, students: Students, 
         hidden_SH, embedding_Sr = hidden_SH.detach(), None if embedding_Sr is None else embedding_Sr.detach()
     logits_S = body.confidence_logits(hidden_SH, embedding_Sr)
     assert logits_S is not None
-    entropy_S = F.binary_cross_entropy_with_logits(logits_S, overlap_S.clamp(0.0, 1.0).to(logits_S.dtype), reduction="none")
+    entropy_S = F.binary_cross_entropy_with_logits(
+        logits_S, overlap_S.clamp(0.0, 1.0).to(logits_S.dtype), reduction="none"
+    )
     sums.loss = sums.loss + options.confidence_weight * (entropy_S * students.weight_S).sum()
     sums.terms_K["confidence"] = slot_sums(entropy_S.detach(), students.slot_S, drafter.shape.num_drafts)
     return sums
 
 
 def _d_pace(overlap_S: Tensor, smoothing: float, counted: Counted, shape_RJ: Sequence[int]) -> Tensor:
-    """Weights [S]: Σ_{i ≥ k} Π_{l ≤ i} s_l over the counted drafts of the block. Never 0: that would say that a draft is not there."""
-    smooth_RJ = overlap_S.new_zeros(*shape_RJ).index_put_((counted.block_S, counted.place_S), (1 - smoothing) * overlap_S + smoothing)
+    """Weights [S]: Σ_{i ≥ k} Π_{l ≤ i} s_l over the counted drafts of the block. Never 0: that would say that a draft
+    is not there.
+    """
+    smooth_RJ = overlap_S.new_zeros(*shape_RJ).index_put_(
+        (counted.block_S, counted.place_S), (1 - smoothing) * overlap_S + smoothing
+    )
     survival_RJ = smooth_RJ.cumprod(-1)
     return counted.rows(survival_RJ.flip(-1).cumsum(-1).flip(-1)).clamp(min=torch.finfo(overlap_S.dtype).tiny)

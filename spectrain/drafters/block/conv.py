@@ -1,8 +1,9 @@
 """DFlash2's dynamic convolution: each channel mixes the last k slots of its block, before and after attention and MLP.
 
-The coefficient of tap i (i slots back) at a slot is ``base_kernel[side, i, channel]`` plus a part that depends on the slot's own input,
-shared by ``group_size`` neighbouring channels. Side 0 is applied to what attention (or the MLP) reads, side 1 to what it gives; both
-dynamic parts come from the input of side 0. Nothing crosses the beginning of a block.
+The coefficient of tap i (i slots back) at a slot is ``base_kernel[side, i, channel]`` plus a part that depends on the
+slot's own input, shared by ``group_size`` neighbouring channels. Side 0 is applied to what attention (or the MLP)
+reads, side 1 to what it gives; both dynamic parts come from the input of side 0. Nothing crosses the beginning of a
+block.
 
 Legend: R blocks, B slots, H hidden, K taps of the kernel (tap 0 is the slot itself), C groups of channels.
 """

@@ -1,16 +1,19 @@
-"""Light heads on top of a block: DSpark's Markov head, which fixes the order of the drafts, and its confidence head; DFlash2's selector.
+"""Light heads on top of a block: DSpark's Markov head, which fixes the order of the drafts, and its confidence head;
+DFlash2's selector.
 
-The base logits of all slots come from one parallel pass, so neighbouring slots may disagree about which continuation they belong to. The
-Markov head adds, slot by slot, a bias of rank r that knows the token before:
+The base logits of all slots come from one parallel pass, so neighbouring slots may disagree about which continuation
+they belong to. The Markov head adds, slot by slot, a bias of rank r that knows the token before:
 
     logits_j = lm_head · h_j + W2 · s_j,        e_j = W1[prev_j]
 
     vanilla  s_j = e_j
     gated    s_j = σ(G [h_j; e_j]) ⊙ e_j
-    rnn      [g; c; o] = J [z_j; e_j; h_j],  z_{j+1} = σ(g) ⊙ z_j + (1 − σ(g)) ⊙ tanh(c),  s_j = tanh(o),  z of the first slot is 0
+    rnn      [g; c; o] = J [z_j; e_j; h_j],  z_{j+1} = σ(g) ⊙ z_j + (1 − σ(g)) ⊙ tanh(c),  s_j = tanh(o),  z of the
+             first slot is 0
 
-prev is the anchor for the first drafting slot, then the draft before (in training the document's own token), always an id of the target's
-vocabulary. The confidence head estimates the probability that a slot is accepted, given that all before it were: σ(w · [h_j; e_j] + b).
+prev is the anchor for the first drafting slot, then the draft before (in training the document's own token), always an
+id of the target's vocabulary. The confidence head estimates the probability that a slot is accepted, given that all
+before it were: σ(w · [h_j; e_j] + b).
 
 The selector prefers, among the k likeliest tokens of each slot, those that follow the token before:
 
@@ -32,7 +35,9 @@ _INIT_STD = 0.02
 
 
 class MarkovHead(nn.Module):
-    """W1 [V, r] and W2 [D, r], and the projections of the gated and the recurrent variant. ``markov_w2.weight`` maps ``s_j`` to logits."""
+    """W1 [V, r] and W2 [D, r], and the projections of the gated and the recurrent variant. ``markov_w2.weight`` maps
+    ``s_j`` to logits.
+    """
 
     def __init__(self, shape: MarkovShape, hidden_size: int, target_vocab_size: int, draft_vocab_size: int) -> None:
         super().__init__()
@@ -61,7 +66,9 @@ class MarkovHead(nn.Module):
         return torch.tanh(output), gate * carry_Rr + (1 - gate) * torch.tanh(candidate)
 
     def states(self, embedding_RJr: Tensor, hidden_RJH: Tensor) -> Tensor:
-        """Teacher forced: s [R, J, r] of all drafting slots at once. Only the recurrent variant has to go slot by slot."""
+        """Teacher forced: s [R, J, r] of all drafting slots at once. Only the recurrent variant has to go slot
+        by slot.
+        """
         if self.shape.kind != "rnn":
             return self.step(embedding_RJr, hidden_RJH, None)[0]
         carry, states = None, []
@@ -82,7 +89,9 @@ class MarkovHead(nn.Module):
 
 
 class ConfidenceHead(nn.Module):
-    """A logistic regression on the slot's hidden state and, if asked for, the embedding of the token before it. Always in float32."""
+    """A logistic regression on the slot's hidden state and, if asked for, the embedding of the token before it. Always
+    in float32.
+    """
 
     def __init__(self, input_size: int) -> None:
         super().__init__()
@@ -122,7 +131,9 @@ class CandidateSelector(nn.Module):
 
     @torch.no_grad()
     def reset(self, generator: torch.Generator) -> None:
-        """Successors are zero, so a fresh selector changes nothing; predecessors are not, so successors have a gradient."""
+        """Successors are zero, so a fresh selector changes nothing; predecessors are not, so successors have a
+        gradient.
+        """
         self.predecessor_codebook.normal_(0.0, 1.0, generator=generator)
         self.successor_codebook.zero_()
         self.hidden_projection.weight.normal_(0.0, _INIT_STD, generator=generator)

@@ -1,16 +1,18 @@
 """Distillation losses from hidden states, without ever holding [tokens, vocabulary].
 
-The head is the cost of a small drafter: 2·H·D operations per logit row against a few million for its layers, and several rows (one per
-autoregressive step, or per block that reaches the position) ask the same teacher. So work is ordered by *teacher position*: for a chunk of
-positions the teacher's distribution is made once, all students of each position are scored against it, and, because every loss here is a sum with
-known weights, the gradient is taken in the same pass. Forward and backward together are three products per row (logits, d hidden,
-d weight); nothing is recomputed and only one chunk of logits is alive. What follows the products goes through memory in tiles that a
-processor's cache holds.
+The head is the cost of a small drafter: 2·H·D operations per logit row against a few million for its layers, and
+several rows (one per autoregressive step, or per block that reaches the position) ask the same teacher. So work is
+ordered by *teacher position*: for a chunk of positions the teacher's distribution is made once, all students of each
+position are scored against it, and, because every loss here is a sum with known weights, the gradient is taken in the
+same pass. Forward and backward together are three products per row (logits, d hidden, d weight); nothing is recomputed
+and only one chunk of logits is alive. What follows the products goes through memory in tiles that a processor's cache
+holds.
 
 The terms themselves are in ``loss_terms.py``.
 
-Legend: U teacher positions, S students (ragged: every teacher has at least one), K slots or steps, H hidden, D draft vocabulary, r rank of
-a bias, N candidates, C teachers and R students of a chunk, c teachers of a tile with k students each.
+Legend: U teacher positions, S students (ragged: every teacher has at least one), K slots or steps, H hidden, D draft
+vocabulary, r rank of a bias, N candidates, C teachers and R students of a chunk, c teachers of a tile with k students
+each.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from spectrain.config.drafter_schema import LOSS_NAMES
-from spectrain.drafters.losses.terms import TeacherProbs, Outcome, terms_and_gradient
+from spectrain.drafters.losses.terms import Outcome, TeacherProbs, terms_and_gradient
 from spectrain.target.cpu_kernels import linear
 from spectrain.target.head import TargetHead
 
@@ -44,7 +46,9 @@ class Teacher:
     rows_DH: Tensor | None  # the target's lm_head rows of the draft vocabulary; None: all
 
     def log_probs(self, part: slice) -> Tensor:
-        """log q restricted to the draft vocabulary, float32 [C, D]; its exponentials sum to the mass inside, not to 1."""
+        """log q restricted to the draft vocabulary, float32 [C, D]; its exponentials sum to the mass inside,
+        not to 1.
+        """
         hidden_CH = self.last_hidden_UH[part]
         rows_DH = self.head.lm_head_weight if self.rows_DH is None else self.rows_DH
         logits_CD = self.head.transform_logits(linear(self.head.post_norm(hidden_CH), rows_DH))
@@ -59,8 +63,8 @@ class Teacher:
 class Bias:
     """Something of low rank that a sequential head adds to the logits: ``rows · matrixᵀ``.
 
-    ``rows`` [U, r] where all students of a teacher share it (it depends on the token before the predicted one, and that is the teacher's),
-    which spares most of its cost; else [S, r].
+    ``rows`` [U, r] where all students of a teacher share it (it depends on the token before the predicted one, and that
+    is the teacher's), which spares most of its cost; else [S, r].
     """
 
     rows: Tensor
@@ -70,8 +74,8 @@ class Bias:
 
 @dataclass
 class Students:
-    """Predictions in the order of their teachers: the students of teacher u stand together, and teachers with as many too (not needed,
-    but then tiles are large)."""
+    """Predictions in the order of their teachers: the students of teacher u stand together, and teachers with as many
+    too (not needed, but then tiles are large)."""
 
     hidden_SH: Tensor  # normed outputs of the drafter
     weight_S: Tensor  # weight in the loss; 0: not there
@@ -83,7 +87,9 @@ class Students:
 
 @dataclass
 class LossSums:
-    """Sums over positions, per step or slot: divide by ``count_K`` for means. Sums and counts add over micro-batches and ranks."""
+    """Sums over positions, per step or slot: divide by ``count_K`` for means. Sums and counts add over micro-batches
+    and ranks.
+    """
 
     loss: Tensor  # scalar, differentiable: Σ weight · Σ_terms coefficient · term
     weight: Tensor  # scalar: Σ weight, the denominator of ``loss``
@@ -93,9 +99,11 @@ class LossSums:
 
 
 def by_teacher(teacher_S: Tensor) -> tuple[Tensor, Tensor, list[int]]:
-    """Order in which students (given by their teachers' positions) become ``Students``: (order [S], teacher positions [U], counts).
+    """Order in which students (given by their teachers' positions) become ``Students``: (order [S], teacher positions
+    [U], counts).
 
-    Teachers with as many students stand together, the busiest last; among those, and among the students of one teacher, the order stays.
+    Teachers with as many students stand together, the busiest last; among those, and among the students of one teacher,
+    the order stays.
     """
     teacher_U, count_U = torch.unique(teacher_S, return_counts=True)
     rank_U = torch.argsort(count_U, stable=True)
@@ -135,7 +143,9 @@ def draft_loss(
 
 @dataclass
 class StudentLoss:
-    """``overlap_S``: Σ_D min(p, q) of every student, its acceptance probability at temperature 1. Only ``sums.loss`` has a gradient."""
+    """``overlap_S``: Σ_D min(p, q) of every student, its acceptance probability at temperature 1. Only ``sums.loss``
+    has a gradient.
+    """
 
     sums: LossSums
     overlap_S: Tensor
@@ -144,33 +154,55 @@ class StudentLoss:
 
 
 def student_loss(
-    students: Students, lm_head_DH: Tensor, teacher: Teacher, target_U: Tensor, loss_weights: dict[str, float], num_slots: int
+    students: Students,
+    lm_head_DH: Tensor,
+    teacher: Teacher,
+    target_U: Tensor,
+    loss_weights: dict[str, float],
+    num_slots: int,
 ) -> StudentLoss:
-    """Loss of any number of students per teacher position; arguments as in ``draft_loss``. ``num_slots``: K of the statistics."""
+    """Loss of any number of students per teacher position; arguments as in ``draft_loss``. ``num_slots``: K of the
+    statistics.
+    """
     bias = students.bias
     inputs = (students.hidden_SH, lm_head_DH, *((None, None) if bias is None else (bias.rows, bias.matrix_Dr)))
-    if not torch.is_grad_enabled():  # an autograd function would make gradients even then, which is two thirds of its work
+    if (
+        not torch.is_grad_enabled()
+    ):  # an autograd function would make gradients even then, which is two thirds of its work
         inputs = tuple(None if x is None else x.detach() for x in inputs)
     loss, terms_5S, *found = _DraftLoss.apply(*inputs, students, teacher, target_U, loss_weights)
     return StudentLoss(_sums(loss, terms_5S, students.weight_S, students.slot_S, loss_weights, num_slots), *found)
 
 
 def candidate_loss(
-    scores_SN: Tensor, q_SN: Tensor, target_S: Tensor, students: Students, loss_weights: dict[str, float], num_slots: int
+    scores_SN: Tensor,
+    q_SN: Tensor,
+    target_S: Tensor,
+    students: Students,
+    loss_weights: dict[str, float],
+    num_slots: int,
 ) -> tuple[LossSums, Tensor]:
-    """The same terms where a student's distribution is the softmax of the scores of N tokens of its own, which are its draft vocabulary.
+    """The same terms where a student's distribution is the softmax of the scores of N tokens of its own, which are its
+    draft vocabulary.
 
-    ``q_SN``: the target's true mass on them; ``target_S``: which of them is the document's token, -1: none. Returns sums and overlaps.
+    ``q_SN``: the target's true mass on them; ``target_S``: which of them is the document's token, -1: none. Returns
+    sums and overlaps.
     """
     loss, terms_5S, overlap_S = _CandidateLoss.apply(scores_SN, q_SN, target_S, students.weight_S, loss_weights)
     return _sums(loss, terms_5S, students.weight_S, students.slot_S, loss_weights, num_slots), overlap_S
 
 
-def _sums(loss: Tensor, terms_5S: Tensor, weight_S: Tensor, slot_S: Tensor, loss_weights: dict[str, float], num_slots: int) -> LossSums:
+def _sums(
+    loss: Tensor, terms_5S: Tensor, weight_S: Tensor, slot_S: Tensor, loss_weights: dict[str, float], num_slots: int
+) -> LossSums:
     return LossSums(
         loss=loss,
         weight=weight_S.sum(),
-        terms_K={name: slot_sums(terms_5S[i], slot_S, num_slots) for i, name in enumerate(LOSS_NAMES) if loss_weights.get(name)},
+        terms_K={
+            name: slot_sums(terms_5S[i], slot_S, num_slots)
+            for i, name in enumerate(LOSS_NAMES)
+            if loss_weights.get(name)
+        },
         hits_K=slot_sums(terms_5S[-1], slot_S, num_slots),
         count_K=slot_sums((weight_S > 0).long(), slot_S, num_slots),
     )
@@ -210,13 +242,17 @@ class _DraftLoss(torch.autograd.Function):
             loss = torch.zeros((), dtype=accumulate, device=hidden_SH.device)
             findings = _Findings(students, accumulate)
             for chunk in _chunks(students.counts_U, lm_head_DH):
-                probs = TeacherProbs.of(teacher.log_probs(chunk.teachers).to(accumulate).exp_(), bool(loss_weights.get("kl")))
+                probs = TeacherProbs.of(
+                    teacher.log_probs(chunk.teachers).to(accumulate).exp_(), bool(loss_weights.get("kl"))
+                )
                 logits_RD = products.logits(chunk.students, students.bias).to(accumulate)
                 bias_CD = products.shared_bias(chunk.teachers, students.bias)
                 target_C = target_U[chunk.teachers]
                 for tile in chunk.tiles(lm_head_DH):
                     loss += _tile_loss(logits_RD, bias_CD, probs, target_C, findings, chunk, tile, loss_weights)
-                products.add_gradients(chunk, logits_RD.to(dtype), None if bias_CD is None else bias_CD.to(dtype), students.bias)
+                products.add_gradients(
+                    chunk, logits_RD.to(dtype), None if bias_CD is None else bias_CD.to(dtype), students.bias
+                )
         ctx.save_for_backward(*gradients)
         ctx.dtypes = [None if x is None else x.dtype for x in inputs]
         outcome = findings.outcome
@@ -227,7 +263,10 @@ class _DraftLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        out = [None if g is None else (g * d_loss).to(dtype) for g, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)]
+        out = [
+            None if g is None else (g * d_loss).to(dtype)
+            for g, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        ]
         return *out, None, None, None, None
 
 
@@ -325,7 +364,9 @@ class _Products:
 
 
 class _Findings:
-    """What is learnt about all students: their outcome as [5, S] and [S], their likeliest tokens [S, N] and the target's mass on those."""
+    """What is learnt about all students: their outcome as [5, S] and [S], their likeliest tokens [S, N] and the
+    target's mass on those.
+    """
 
     def __init__(self, students: Students, accumulate: torch.dtype) -> None:
         weight_S, n = students.weight_S, students.candidates
@@ -356,7 +397,9 @@ def _tile_loss(
     tile: _Tile,
     loss_weights: dict[str, float],
 ) -> Tensor:
-    """Weighted loss of one tile. Its logits are overwritten by their gradient, its shared bias by the sum of its students' gradients."""
+    """Weighted loss of one tile. Its logits are overwritten by their gradient, its shared bias by the sum of its
+    students' gradients.
+    """
     own = slice(chunk.students.start + tile.students.start, chunk.students.start + tile.students.stop)
     logits_ckD = logits_RD[tile.students].view(-1, tile.k, logits_RD.shape[-1])
     if bias_CD is not None:
@@ -364,7 +407,9 @@ def _tile_loss(
     probs = probs[tile.teachers]
     findings.note_candidates(own, logits_ckD, probs)
     weight_ck = findings.weight_S[own].view(-1, tile.k)
-    loss = terms_and_gradient(logits_ckD, probs, target_C[tile.teachers], weight_ck, loss_weights, findings.of(own, tile.k))
+    loss = terms_and_gradient(
+        logits_ckD, probs, target_C[tile.teachers], weight_ck, loss_weights, findings.of(own, tile.k)
+    )
     if bias_CD is not None:
         bias_CD[tile.teachers] = logits_ckD.sum(1).to(bias_CD.dtype)
     return loss

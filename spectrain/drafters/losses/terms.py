@@ -1,11 +1,13 @@
 """The loss terms of one position, and their gradient: the one place where they are defined.
 
-With p the drafter's distribution over its D tokens, q the target's distribution (true mass, not renormalised to the draft vocabulary), x* the document's
-own token, M = Σ_D q the mass inside the draft vocabulary:
+With p the drafter's distribution over its D tokens, q the target's distribution (true mass, not renormalised to the
+draft vocabulary), x* the document's own token, M = Σ_D q the mass inside the draft vocabulary:
 
-    ce   −log p(x*)            gradient  p − onehot(x*)                     (no term where x* is outside the draft vocabulary)
+    ce   −log p(x*)            gradient  p − onehot(x*)                     (no term where x* is outside the draft
+         vocabulary)
     kl   Σ_D q log(q/p)        gradient  M·p − q
-    tv   1 − Σ_D min(p, q)     gradient  p·(Σ_D p·[p<q] − [p<q])            (1 − acceptance probability at temperature 1)
+    tv   1 − Σ_D min(p, q)     gradient  p·(Σ_D p·[p<q] − [p<q])            (1 − acceptance probability at temperature
+         1)
     lk   −log Σ_D min(p, q)    gradient  that of tv, divided by Σ_D min(p, q)
 
 tv and lk are the acceptance objectives of speculative sampling (Leviathan et al. 2023, section 3; LK losses).
@@ -27,7 +29,9 @@ _LEAST_OVERLAP = 1e-6
 
 @dataclass
 class TeacherProbs:
-    """The teachers' distributions, as the terms read them. Sums over the draft vocabulary: Σ q log q and Σ q, made only for ``kl``."""
+    """The teachers' distributions, as the terms read them. Sums over the draft vocabulary: Σ q log q and Σ q, made only
+    for ``kl``.
+    """
 
     q_cD: Tensor
     negative_entropy_c: Tensor | None = None
@@ -38,13 +42,14 @@ class TeacherProbs:
         return cls(q_cD, torch.special.xlogy(q_cD, q_cD).sum(-1), q_cD.sum(-1)) if with_kl else cls(q_cD)
 
     def __getitem__(self, part: slice) -> TeacherProbs:
-        return TeacherProbs(*(None if x is None else x[part] for x in (self.q_cD, self.negative_entropy_c, self.mass_c)))  # type: ignore[arg-type]
+        rest = (None if x is None else x[part] for x in (self.negative_entropy_c, self.mass_c))
+        return TeacherProbs(self.q_cD[part], *rest)
 
 
 @dataclass
 class Outcome:
-    """What is learnt about each student beside the loss: its terms in the order of ``LOSS_NAMES``, 1 where its argmax is the document's
-    token (zero where its weight is zero), and Σ_D min(p, q)."""
+    """What is learnt about each student beside the loss: its terms in the order of ``LOSS_NAMES``, 1 where its argmax
+    is the document's token (zero where its weight is zero), and Σ_D min(p, q)."""
 
     terms_5ck: Tensor
     overlap_ck: Tensor
@@ -55,12 +60,17 @@ class Outcome:
 
 
 def terms_and_gradient(
-    logits_ckD: Tensor, probs: TeacherProbs, target_c: Tensor, weight_ck: Tensor, loss_weights: dict[str, float], outcome: Outcome
+    logits_ckD: Tensor,
+    probs: TeacherProbs,
+    target_c: Tensor,
+    weight_ck: Tensor,
+    loss_weights: dict[str, float],
+    outcome: Outcome,
 ) -> Tensor:
     """Weighted loss of k students for each of c teachers; ``target_c`` is x* as a draft id, -1 where it is outside.
 
-    ``logits_ckD`` is overwritten by the gradient of the sum that is returned, ``outcome`` is filled in. Every gradient is
-    ``p·(a − s·[p<q]) − c·q − e·onehot`` with a, s, c, e per row, so terms are summed as coefficients first.
+    ``logits_ckD`` is overwritten by the gradient of the sum that is returned, ``outcome`` is filled in. Every gradient
+    is ``p·(a − s·[p<q]) − c·q − e·onehot`` with a, s, c, e per row, so terms are summed as coefficients first.
     """
     ce_w, kl_w, tv_w, lk_w = (loss_weights.get(name, 0.0) for name in LOSS_NAMES)
     counted_ck = weight_ck > 0
@@ -70,7 +80,9 @@ def terms_and_gradient(
     index_ck1 = target_c.clamp(min=0)[:, None].expand_as(weight_ck)[..., None]
     top_ck, best_ck = logits_ckD.max(-1)
     chosen_ck = logits_ckD.gather(-1, index_ck1)[..., 0] - top_ck
-    mean_logit_ck = (logits_ckD @ probs.q_cD[..., None])[..., 0] - mass_c[:, None] * top_ck if kl_w and mass_c is not None else None
+    mean_logit_ck = (
+        (logits_ckD @ probs.q_cD[..., None])[..., 0] - mass_c[:, None] * top_ck if kl_w and mass_c is not None else None
+    )
     p_ckD = torch.softmax(logits_ckD, -1)
     log_total_ck = -p_ckD.amax(-1).log()  # the likeliest token has probability 1 / Σ exp(logit − top)
 
@@ -93,7 +105,9 @@ def terms_and_gradient(
         below_ckD = torch.lt(p_ckD, q_c1D, out=work_ckD)
         below_mass_ck = (below_ckD[:, :, None] @ p_ckD[..., None])[..., 0, 0]
         a_ck = a_ck + slope_ck * below_mass_ck
-        work_ckD = below_ckD.mul_(-(slope_ck * weight_ck)[..., None].to(p_ckD.dtype)).add_((a_ck * weight_ck)[..., None].to(p_ckD.dtype))
+        work_ckD = below_ckD.mul_(-(slope_ck * weight_ck)[..., None].to(p_ckD.dtype)).add_(
+            (a_ck * weight_ck)[..., None].to(p_ckD.dtype)
+        )
         work_ckD *= p_ckD
     else:
         torch.mul(p_ckD, (a_ck * weight_ck)[..., None].to(p_ckD.dtype), out=work_ckD)

@@ -1,8 +1,8 @@
-"""How vLLM is started: its engine arguments and the variables of its processes, the same for the engine on this machine, for servers that
-are started here, and for ``serve``.
+"""How vLLM is started: its engine arguments and the variables of its processes, the same for the engine on this
+machine, for servers that are started here, and for ``serve``.
 
-vLLM is not imported here. Its import takes many seconds and decides on a device; what has to be known of it (the version, the build, the
-names of its engine arguments) is read from what is installed.
+vLLM is not imported here. Its import takes many seconds and decides on a device; what has to be known of it (the
+version, the build, the names of its engine arguments) is read from what is installed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ _OF_OTHER_KEYS = {
     "model": "target.path",
     "tokenizer": "target.path",
     **{name: f"target.{name}" for name in ("revision", "dtype", "trust_remote_code")},
-    **{name: f"engine.{name}" for name in ("quantization", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")},
+    **{
+        name: f"engine.{name}"
+        for name in ("quantization", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+    },
 }
 _NOT_TO_SET = ("kv_transfer_config", "served_model_name", "skip_tokenizer_init")
 
@@ -46,7 +49,9 @@ def vllm_version() -> str:
 
 @cache
 def is_cpu_build() -> bool:
-    """Whether the vLLM that is installed runs on CPUs: it is named so, as a package or in its version ("0.32.0+cpu")."""
+    """Whether the vLLM that is installed runs on CPUs: it is named so, as a package or in its version
+    ("0.32.0+cpu").
+    """
     if "cpu" in vllm_version():
         return True
     try:
@@ -55,10 +60,12 @@ def is_cpu_build() -> bool:
         return False
 
 
-# --- engine arguments --------------------------------------------------------------------------------------------------------------
+# --- engine arguments ----------------------------------------------------------------------------------------------
 
 
-def engine_args(config: EngineConfig, target: TargetConfig, folder: str | Path, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def engine_args(
+    config: EngineConfig, target: TargetConfig, folder: str | Path, extra: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Arguments of vLLM's ``EngineArgs`` for a target; later ones win: ours, ``engine.args``, ``extra``.
 
     Args:
@@ -91,7 +98,8 @@ def engine_args(config: EngineConfig, target: TargetConfig, folder: str | Path, 
 
 
 def dtype_argument(dtype: str, folder: Path, quantization: str | None = None) -> str:
-    """vLLM's ``dtype`` for ``target.dtype``: as in the embedded engine, "auto" is float32 on a CPU, else the checkpoint's own type.
+    """vLLM's ``dtype`` for ``target.dtype``: as in the embedded engine, "auto" is float32 on a CPU, else the
+    checkpoint's own type.
 
     (vLLM's own "auto" would round a float32 checkpoint to 16 bits.)
     """
@@ -107,10 +115,11 @@ def dtype_argument(dtype: str, folder: Path, quantization: str | None = None) ->
 
 
 def _max_model_len(max_length: int, folder: str | Path, speculation: Mapping[str, Any] | None) -> int:
-    """Room for the longest document, one more token (capture asks for one), and the drafts of the last round, in tokens.
+    """Room for the longest document, one more token (capture asks for one), and the drafts of the last round, in
+    tokens.
 
-    vLLM cuts drafts short where they would pass this length, so without that room the last rounds would differ from our own loop's. It
-    refuses to go beyond the target's own limit.
+    vLLM cuts drafts short where they would pass this length, so without that room the last rounds would differ from our
+    own loop's. It refuses to go beyond the target's own limit.
     """
     wanted = max_length + 1 + int((speculation or {}).get("num_speculative_tokens") or 0)
     most = _text_field(_config_json(Path(folder)), "max_position_embeddings")
@@ -133,25 +142,34 @@ def _text_field(config: Mapping[str, Any], name: str) -> Any:
 
 
 def check_own_args(args: Mapping[str, Any], measures: bool) -> None:
-    """``engine.args`` of our own runs: as ``check_args``, and none that would run something else than what is written down as the target.
+    """``engine.args`` of our own runs: as ``check_args``, and none that would run something else than what is written
+    down as the target.
 
     measures: whether ``eval`` is to run; it decides itself which method speculates.
     """
     for name in args:
         if name in _OF_OTHER_KEYS:
-            raise ConfigError(f"engine.args.{name} would part the engine from the rest of the run: set {_OF_OTHER_KEYS[name]} instead")
+            raise ConfigError(
+                f"engine.args.{name} would part the engine from the rest of the run: set {_OF_OTHER_KEYS[name]} instead"
+            )
         if name in _NOT_TO_SET or (measures and name == "speculative_config"):
             raise ConfigError(f"engine.args.{name} is set by spectrain, for each of its purposes: leave it out")
     check_args(args)
 
 
 def check_args(args: Mapping[str, Any]) -> None:
-    """Every name is one of vLLM's engine arguments. Raises ConfigError for one that is not, or if vLLM is not installed."""
+    """Every name is one of vLLM's engine arguments. Raises ConfigError for one that is not, or if vLLM is not
+    installed.
+    """
     known = argument_names()
     for name in args:
         if name not in known:
             close = suggest(name, known)
-            hint = f"did you mean engine.args.{close[0]}?" if close else "see `python -m vllm.entrypoints.openai.api_server --help`"
+            hint = (
+                f"did you mean engine.args.{close[0]}?"
+                if close
+                else "see `python -m vllm.entrypoints.openai.api_server --help`"
+            )
             raise ConfigError(f"engine.args.{name}: vLLM {vllm_version()} has no engine argument {name}: {hint}")
 
 
@@ -169,13 +187,19 @@ def argument_names() -> frozenset[str]:
     for node in tree.body:
         if isinstance(node, ast.ClassDef) and node.name == "EngineArgs":
             return frozenset(
-                field.target.id for field in node.body if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+                field.target.id
+                for field in node.body
+                if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
             )
-    raise ConfigError(f"{path} has no class EngineArgs: this vLLM ({vllm_version()}) is not one that spectrain knows, use 0.32")
+    raise ConfigError(
+        f"{path} has no class EngineArgs: this vLLM ({vllm_version()}) is not one that spectrain knows, use 0.32"
+    )
 
 
 def cli_flags(args: Mapping[str, Any]) -> list[str]:
-    """Engine arguments as flags of ``python -m vllm.entrypoints.openai.api_server``. None means vLLM's own default: no flag."""
+    """Engine arguments as flags of ``python -m vllm.entrypoints.openai.api_server``. None means vLLM's own default: no
+    flag.
+    """
     flags: list[str] = []
     for name, value in args.items():
         flag = "--" + name.replace("_", "-")
@@ -192,15 +216,15 @@ def cli_flags(args: Mapping[str, Any]) -> list[str]:
     return flags
 
 
-# --- variables of vLLM's processes -------------------------------------------------------------------------------------------------
+# --- variables of vLLM's processes ---------------------------------------------------------------------------------
 
 
 def environment(config: EngineConfig, part: tuple[int, int] = (0, 1)) -> dict[str, str]:
-    """Variables for vLLM's processes, over those of this process; ``engine.environment`` wins. part: (i, n) is the i-th of n servers side
-    by side, which share the cores.
+    """Variables for vLLM's processes, over those of this process; ``engine.environment`` wins. part: (i, n) is the i-th
+    of n servers side by side, which share the cores.
 
-    On a CPU: vLLM's kernels want Intel's OpenMP loaded first, and cores by number, because its own search for them wants rights that
-    containers do not give.
+    On a CPU: vLLM's kernels want Intel's OpenMP loaded first, and cores by number, because its own search for them
+    wants rights that containers do not give.
     """
     variables = {"VLLM_NO_USAGE_STATS": "1"}  # nothing leaves the machine unless the user says so
     if is_cpu_build():
@@ -215,7 +239,9 @@ def environment(config: EngineConfig, part: tuple[int, int] = (0, 1)) -> dict[st
         if "VLLM_CPU_OMP_THREADS_BIND" not in os.environ and ranks <= len(cores):
             variables["VLLM_CPU_OMP_THREADS_BIND"] = _binding(cores, ranks)
         if "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
-            variables["VLLM_CPU_KVCACHE_SPACE"] = "4"  # GiB; by itself vLLM takes most of the memory, and a target may be here twice
+            variables["VLLM_CPU_KVCACHE_SPACE"] = (
+                "4"  # GiB; by itself vLLM takes most of the memory, and a target may be here twice
+            )
     return {**variables, **config.environment}
 
 

@@ -1,10 +1,12 @@
 """States of whole documents from a served target.
 
-A service that captures is a vLLM with two options: speculation by ``extract_hidden_states``, which keeps the residual stream of chosen
-layers in the cache, and a KV connector that takes it from there. Ours (``vllm_connector.py``) writes whole shards, which are adopted
-while the service works on; vLLM's own (``engine.connector=stock``) writes a file per request, which is read and deleted.
+A service that captures is a vLLM with two options: speculation by ``extract_hidden_states``, which keeps the residual
+stream of chosen layers in the cache, and a KV connector that takes it from there. Ours (``vllm_connector.py``) writes
+whole shards, which are adopted while the service works on; vLLM's own (``engine.connector=stock``) writes a file per
+request, which is read and deleted.
 
-A document is sent without its last token and asked for one token, because vLLM cannot prefill without generating. So the last token's
+A document is sent without its last token and asked for one token, because vLLM cannot prefill without generating. So
+the last token's
 states are never computed: its row is zeros, and no drafter reads it (see ``vllm_connector.py``).
 """
 
@@ -66,7 +68,10 @@ class CapturePlan:
             connector |= {"kv_connector": "ExampleHiddenStatesConnector"}
             connector["kv_connector_extra_config"] = {"shared_storage_path": str(session.folder)}
         else:
-            connector |= {"kv_connector": "StatesConnector", "kv_connector_module_path": "spectrain.engines.vllm.connector"}
+            connector |= {
+                "kv_connector": "StatesConnector",
+                "kv_connector_module_path": "spectrain.engines.vllm.connector",
+            }
             connector["kv_connector_extra_config"] = {
                 "incoming": str(session.folder.resolve()),
                 "meta": dataclasses.asdict(self.meta),
@@ -92,7 +97,9 @@ class Document:
     @classmethod
     def of(cls, response: Response) -> Document:
         edges = np.flatnonzero(np.diff(response.loss_mask.astype(np.int8), prepend=0, append=0)).tolist()
-        return cls(response.key, response.split, response.input_ids.tolist(), list(zip(edges[::2], edges[1::2], strict=True)))
+        return cls(
+            response.key, response.split, response.input_ids.tolist(), list(zip(edges[::2], edges[1::2], strict=True))
+        )
 
     def request(self) -> Request:
         described = describe(self.key, self.split, self.generated, last_id=self.ids[-1])
@@ -112,23 +119,41 @@ class VLLMCapture:
     """
 
     def __init__(
-        self, open_vllm: OpenVLLM, engine: EngineConfig, target: TargetConfig, resolved: ResolvedTarget, spec: TargetSpec
+        self,
+        open_vllm: OpenVLLM,
+        engine: EngineConfig,
+        target: TargetConfig,
+        resolved: ResolvedTarget,
+        spec: TargetSpec,
     ) -> None:
-        self._open_vllm, self._engine, self._target, self._resolved, self._spec = open_vllm, engine, target, resolved, spec
+        self._open_vllm = open_vllm
+        self._engine = engine
+        self._target = target
+        self._resolved = resolved
+        self._spec = spec
         self._stock = engine.connector == "stock"
 
     def adopt_leftovers(self, writer: HiddenStatesWriter, responses: Sequence[Response]) -> int:
-        """Adopt shards that an earlier service left, in one pass with generation or before a kill. Returns their tokens."""
+        """Adopt shards that an earlier service left, in one pass with generation or before a kill. Returns their
+        tokens.
+        """
         if not has_leftovers(writer.folder):
             remove_leftovers(writer.folder)
             return 0
         return Adopter(writer, self._head(), _by_key(responses)).adopt_leftovers()
 
-    def shards(self, writer: HiddenStatesWriter, responses: Sequence[Response], shard_bytes: int, on_tokens: Callable[[int], None]) -> None:
-        """Capture the states of ``responses`` into the store of ``writer``. ``on_tokens`` hears how many went through the target.
+    def shards(
+        self,
+        writer: HiddenStatesWriter,
+        responses: Sequence[Response],
+        shard_bytes: int,
+        on_tokens: Callable[[int], None],
+    ) -> None:
+        """Capture the states of ``responses`` into the store of ``writer``. ``on_tokens`` hears how many went through
+        the target.
 
-        A kill loses what vLLM had not written yet; shards that it had written are leftovers for the next time. Raises ``RunError`` if
-        the self-check fails, a state is not finite, the service dies or states do not arrive.
+        A kill loses what vLLM had not written yet; shards that it had written are leftovers for the next time. Raises
+        ``RunError`` if the self-check fails, a state is not finite, the service dies or states do not arrive.
         """
         plan = self.plan(writer.meta, shard_bytes)
         ordered = sorted(responses, key=lambda response: (-len(response.input_ids), response.key))
@@ -145,10 +170,17 @@ class VLLMCapture:
         self.adopt_leftovers(writer, ordered)
         session.remove()
         if missing:
-            raise RunError(f"the states of {len(missing)} documents did not arrive from vLLM: run the same command again to capture them")
+            raise RunError(
+                f"the states of {len(missing)} documents did not arrive from vLLM: run the same command again to "
+                f"capture them"
+            )
 
-    def documents(self, tap_ids: tuple[int, ...], dtype: str, responses: Sequence[Response], folder: Path) -> Iterator[TargetStates]:
-        """The same without a store: one document at a time, with log-normalizer. ``folder``: where shards may lie meanwhile."""
+    def documents(
+        self, tap_ids: tuple[int, ...], dtype: str, responses: Sequence[Response], folder: Path
+    ) -> Iterator[TargetStates]:
+        """The same without a store: one document at a time, with log-normalizer. ``folder``: where shards may lie
+        meanwhile.
+        """
         meta = StoreMeta(self._resolved.id, self._resolved.revision, "", "", "", tap_ids, self._spec.hidden_size, dtype)
         plan = self.plan(meta, 1 << 28)
         with self.running(plan, folder, "capture", map(_name_and_ids, responses)) as (client, session):
@@ -199,16 +231,22 @@ class VLLMCapture:
         device = choose_device(self._target.device)
         if device.type != "cuda":
             return device
-        return torch.device("cuda", max(range(torch.cuda.device_count()), key=lambda number: torch.cuda.mem_get_info(number)[0]))
+        return torch.device(
+            "cuda", max(range(torch.cuda.device_count()), key=lambda number: torch.cuda.mem_get_info(number)[0])
+        )
 
-    def _from_files(self, client: VLLMClient, plan: CapturePlan, head: TargetHead, responses: Sequence[Response]) -> Iterator[TargetStates]:
+    def _from_files(
+        self, client: VLLMClient, plan: CapturePlan, head: TargetHead, responses: Sequence[Response]
+    ) -> Iterator[TargetStates]:
         documents = {response.key: Document.of(response) for response in responses}
         for answer in answers(client, [document.request() for document in documents.values()]):
             yield _with_normalizer(_read_stock(answer, documents[answer.id], plan), head, plan.meta.dtype)
 
 
 def await_arrival(session: Session, keys: set[str]) -> set[str]:
-    """Have everything written and wait for these documents. Returns those that did not come although nothing else did for a minute."""
+    """Have everything written and wait for these documents. Returns those that did not come although nothing else did
+    for a minute.
+    """
     missing, last_s, flushed_s = keys - session.arrived(), time.monotonic(), -_FLUSH_S
     while missing and time.monotonic() - last_s < _PATIENCE_S:
         session.check()
@@ -240,9 +278,14 @@ def answers(client: VLLMClient, requests: Iterable[Request]) -> Iterator[Answer]
 
 
 def _through_shards(
-    client: VLLMClient, session: Session, adopter: Adopter | None, responses: Sequence[Response], on_tokens: Callable[[int], None]
+    client: VLLMClient,
+    session: Session,
+    adopter: Adopter | None,
+    responses: Sequence[Response],
+    on_tokens: Callable[[int], None],
 ) -> set[str]:
-    """Send the documents, and adopt shards beside if there is an adopter. Returns the keys of documents that did not arrive.
+    """Send the documents, and adopt shards beside if there is an adopter. Returns the keys of documents that did not
+    arrive.
 
     A server that dies takes with it what it had answered and not written yet: what does not arrive is sent again.
     """
@@ -281,11 +324,15 @@ def _through_shards(
 
 def _check_documents(documents: Iterable[tuple[str, list[int]]]) -> list[Document]:
     """The shortest few of ``(name, ids)``, cut, to check a service with."""
-    shortest = sorted((pair for pair in documents if len(pair[1]) > 1), key=lambda pair: (len(pair[1]), pair[0]))[:DOCUMENTS]
+    shortest = sorted((pair for pair in documents if len(pair[1]) > 1), key=lambda pair: (len(pair[1]), pair[0]))[
+        :DOCUMENTS
+    ]
     return [Document(f"{name} (self-check)", "train", ids[:TOKENS], []) for name, ids in shortest]
 
 
-def _check_client(check: SelfCheck, client: VLLMClient, session: Session, plan: CapturePlan, documents: Sequence[Document]) -> None:
+def _check_client(
+    check: SelfCheck, client: VLLMClient, session: Session, plan: CapturePlan, documents: Sequence[Document]
+) -> None:
     """Send the documents that ``check`` was prepared with, and compare what comes back. Nothing of it stays."""
     if check.method == "off":
         return
@@ -294,7 +341,9 @@ def _check_client(check: SelfCheck, client: VLLMClient, session: Session, plan: 
         states = [_read_stock(found[document.key], document, plan) for document in documents]
     else:
         if await_arrival(session, {document.key for document in documents}):
-            raise RunError(f"the states of the self-check did not arrive in {session.folder} within {_PATIENCE_S:.0f} s")
+            raise RunError(
+                f"the states of the self-check did not arrive in {session.folder} within {_PATIENCE_S:.0f} s"
+            )
         by_key = {document.key: document for path in session.shards() for document in session.take(path)}
         states = [by_key[document.key] for document in documents]
     check.compare([CheckDocument(document, found[document.key].ids[0]) for document in states])
@@ -311,7 +360,9 @@ def _name_and_ids(response: Response) -> tuple[str, list[int]]:
 def _read_stock(answer: Answer, document: Document, plan: CapturePlan) -> TargetStates:
     """The states of one request from the file of vLLM's own connector, which is deleted."""
     if answer.states_path is None:
-        raise RunError(f"vLLM names no file with the states of {document.key}: its hidden-states connector is not at work")
+        raise RunError(
+            f"vLLM names no file with the states of {document.key}: its hidden-states connector is not at work"
+        )
     path = Path(answer.states_path)
     lock = path.with_name(f"{path.name}.lock")
     with lock.open() as file:

@@ -1,9 +1,10 @@
 """Before a served target's states are stored: are they the target's, of the layers that were asked for?
 
-vLLM has its own implementation of every model, its own numbering of layers and its own kernels. States of a neighbouring layer, or of a
-model with a wrong scale, train a drafter without complaint. So a few short documents go through the service first, and what it
-captures is compared, layer by layer, with what transformers computes for them (``taps``). Where the target does not fit into memory that
-way, its last hidden states go through the independently loaded head, which must choose the token that the engine chose (``greedy``).
+vLLM has its own implementation of every model, its own numbering of layers and its own kernels. States of a
+neighbouring layer, or of a model with a wrong scale, train a drafter without complaint. So a few short documents go
+through the service first, and what it captures is compared, layer by layer, with what transformers computes for them
+(``taps``). Where the target does not fit into memory that way, its last hidden states go through the independently
+loaded head, which must choose the token that the engine chose (``greedy``).
 
 The reference is computed before the service starts, while the memory is free, and nothing of the model is kept.
 
@@ -33,10 +34,12 @@ from spectrain.target.spec import TargetSpec, load_config
 
 DOCUMENTS = 8
 TOKENS = 96  # of a document: a prefix is a document
-# Largest relative difference of a state that rounding may make: at every position in float32; at most positions in 16 bits, where rounding
-# can send a token to other experts. Neighbouring layers of real models differ by several per cent at least.
+# Largest relative difference of a state that rounding may make: at every position in float32; at most positions in 16
+# bits, where rounding can send a token to other experts. Neighbouring layers of real models differ by several per cent
+# at least.
 _STATES_TOLERANCE = {torch.float32: 2e-3, torch.float16: 0.1, torch.bfloat16: 0.2}
-# What storing a state in fewer bits may add to that, as a multiple of what it does to the reference (which is rounded a little otherwise).
+# What storing a state in fewer bits may add to that, as a multiple of what it does to the reference (which is rounded a
+# little otherwise).
 _STORING = 1.5
 
 
@@ -52,10 +55,18 @@ class SelfCheck:
     """``references(…)`` before the service starts, ``compare(…)`` before anything is stored."""
 
     def __init__(
-        self, engine: EngineConfig, target: TargetConfig, resolved: ResolvedTarget, tap_ids: Sequence[int], states_dtype: str
+        self,
+        engine: EngineConfig,
+        target: TargetConfig,
+        resolved: ResolvedTarget,
+        tap_ids: Sequence[int],
+        states_dtype: str,
     ) -> None:
         """``states_dtype``: what states are stored as, for they may be compared after they were read from a shard."""
-        self._config, self._resolved, self._tap_ids, self._states_dtype = target, resolved, tuple(tap_ids), states_dtype
+        self._config = target
+        self._resolved = resolved
+        self._tap_ids = tuple(tap_ids)
+        self._states_dtype = states_dtype
         hf_config = load_config(resolved.folder, target.trust_remote_code)
         self._spec = TargetSpec.from_config(hf_config)
         self._device = choose_device(target.device)
@@ -78,7 +89,9 @@ class SelfCheck:
         return needed * 1.5 < free
 
     def prepare(self, documents: Sequence[Sequence[int]]) -> None:
-        """Run ``documents`` (token ids) through transformers and keep their states after every layer. Only method ``taps`` does so."""
+        """Run ``documents`` (token ids) through transformers and keep their states after every layer. Only method
+        ``taps`` does so.
+        """
         if self.method != "taps":
             return
         try:
@@ -99,17 +112,27 @@ class SelfCheck:
             torch.cuda.empty_cache()
 
     def compare(self, documents: Sequence[CheckDocument]) -> None:
-        """Raise ``RunError`` that names the layer and the position if states are not the target's. Same documents as in ``prepare``."""
+        """Raise ``RunError`` that names the layer and the position if states are not the target's. Same documents as in
+        ``prepare``.
+        """
         if self.method == "taps":
             for slot, tap in enumerate(self._tap_ids):
-                self._compare_layer(f"tap {tap}", tap, [document.states.taps[:-1, slot] for document in documents], documents)
+                self._compare_layer(
+                    f"tap {tap}", tap, [document.states.taps[:-1, slot] for document in documents], documents
+                )
             last = self._spec.num_layers
-            self._compare_layer("last_hidden", last, [document.states.last_hidden[:-1] for document in documents], documents)
+            self._compare_layer(
+                "last_hidden", last, [document.states.last_hidden[:-1] for document in documents], documents
+            )
         elif self.method == "greedy":
             self._compare_tokens(documents)
 
-    def _compare_layer(self, name: str, layer: int, captured: Sequence[Tensor], documents: Sequence[CheckDocument]) -> None:
-        errors = [self._error(x_SH, reference_LSH) for x_SH, reference_LSH in zip(captured, self._references, strict=True)]
+    def _compare_layer(
+        self, name: str, layer: int, captured: Sequence[Tensor], documents: Sequence[CheckDocument]
+    ) -> None:
+        errors = [
+            self._error(x_SH, reference_LSH) for x_SH, reference_LSH in zip(captured, self._references, strict=True)
+        ]
         all_LP = torch.cat(errors, dim=1)
         own_P, tolerance = all_LP[layer], _STATES_TOLERANCE[self._dtype]
         bad = own_P.max() if self._dtype == torch.float32 else own_P.median()
@@ -120,7 +143,8 @@ class SelfCheck:
         nearest = int(median_L.argmin())
         hint = f"{'it is' if median_L[nearest] <= tolerance else 'nearest is'} the one after {nearest} layers"
         raise RunError(
-            f"self-check of the captured states failed: what vLLM gives as {name} is not the residual stream after {layer} layers "
+            f"self-check of the captured states failed: what vLLM gives as {name} is not the residual stream after "
+            f"{layer} layers "
             f"({hint}); the first difference is at position {position} of document {documents[number].states.key}, "
             f"{float(errors[number][layer, position]):.2g} of its size, and nothing was stored"
         )
@@ -141,14 +165,18 @@ class SelfCheck:
             gap = float(logits_V.max() - logits_V[document.token])
             if not gap <= (0.5 if self._quantised or self._states_dtype != "float32" else TOLERANCE[self._dtype]):
                 raise RunError(
-                    f"self-check of the captured states failed: at position {position} of document {document.states.key} vLLM's next token "
-                    f"is {document.token}, but the head makes {int(logits_V.argmax())} of last_hidden (layer {self._spec.num_layers}), by "
+                    f"self-check of the captured states failed: at position {position} of document "
+                    f"{document.states.key} vLLM's next token "
+                    f"is {document.token}, but the head makes {int(logits_V.argmax())} of last_hidden (layer "
+                    f"{self._spec.num_layers}), by "
                     f"{gap:.2f} in the logits; nothing was stored"
                 )
 
 
 def _free_memory() -> int:
-    """Bytes of main memory that can be had, file caches included where the system says; else half of what the machine has."""
+    """Bytes of main memory that can be had, file caches included where the system says; else half of what the machine
+    has.
+    """
     try:
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))

@@ -1,13 +1,13 @@
 """vLLM in a process of its own: ``python -m spectrain.engines.vllm_host``, started by ``host.py``.
 
-Orders come as JSON lines on standard input, reports go as JSON lines to the descriptor named on the command line; standard output and
-error are the log. Token ids in, token ids out: no text is made, and no tokenizer is loaded.
+Orders come as JSON lines on standard input, reports go as JSON lines to the descriptor named on the command line;
+standard output and error are the log. Token ids in, token ids out: no text is made, and no tokenizer is loaded.
 
 Orders:   {"args": …, "record_rounds": …}  first;  {"request": {…}}  as in ``client.Request``;  end of input: stop.
 Reports:  {"ready": …}  when vLLM is up;  {"answers": […]};  {"refused": id, "reason": …}.
 
-When the parent dies, the pipe ends, and this process takes its whole group with it, vLLM's own workers included. (A death signal from the
-kernel would kill this process before it could, and leave the workers.)
+When the parent dies, the pipe ends, and this process takes its whole group with it, vLLM's own workers included. (A
+death signal from the kernel would kill this process before it could, and leave the workers.)
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class Channel:
     """Orders in, reports out. ``orders`` ends with None when the parent has closed its end, or is gone."""
 
     def __init__(self, orders: TextIO, reports: TextIO) -> None:
-        self._orders, self._reports = orders, reports
+        self._orders = orders
+        self._reports = reports
         self.orders: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._ended = threading.Event()
         threading.Thread(target=self._read, daemon=True).start()
@@ -69,17 +70,22 @@ class Channel:
 
 
 class Speculation:
-    """The drafts of each request's rounds, read from the scheduler around every step (in process, without asynchronous scheduling)."""
+    """The drafts of each request's rounds, read from the scheduler around every step (in process, without asynchronous
+    scheduling).
+    """
 
     def __init__(self, core: Any) -> None:
-        self._core, self._scheduler = core, core.scheduler
+        self._core = core
+        self._scheduler = core.scheduler
         self._proposed: list[tuple[Any, int, list[int]]] = []  # (request, generated tokens before the step, drafts)
         self._rounds: dict[str, list[list[int]]] = {}
 
     def before_step(self) -> None:
         """Note what the step is going to verify."""
         self._proposed = [
-            (request, request.num_output_tokens, self._drafts(request)) for request in self._scheduler.running if request.spec_token_ids
+            (request, request.num_output_tokens, self._drafts(request))
+            for request in self._scheduler.running
+            if request.spec_token_ids
         ]
 
     def _drafts(self, request: Any) -> list[int]:
@@ -141,7 +147,10 @@ def serve(channel: Channel, first: dict[str, Any]) -> None:
             request = order["request"]
             try:
                 prompt = {"prompt_token_ids": request["prompt_ids"]}
-                started[request["id"]] = engine.add_request(request["id"], prompt, sampling_params(request)), time.monotonic()
+                started[request["id"]] = (
+                    engine.add_request(request["id"], prompt, sampling_params(request)),
+                    time.monotonic(),
+                )
             except Exception as error:  # vLLM has many ways to say no
                 channel.report(refused=request["id"], reason=str(error))
         if speculation is not None:
@@ -177,7 +186,9 @@ def take_orders(channel: Channel, wait: bool) -> list[dict[str, Any] | None]:
 
 
 def sampling_params(request: dict[str, Any]) -> Any:
-    """vLLM's parameters of a request. The end tokens are ours alone, so that every engine stops alike; only whole answers come back."""
+    """vLLM's parameters of a request. The end tokens are ours alone, so that every engine stops alike; only whole
+    answers come back.
+    """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -207,7 +218,9 @@ def answer(output: Any, seconds: float, drafts: list[list[int]] | None) -> dict[
     if drafts is None:
         drafts = [[] for _ in drafted]
     elif len(drafts) != len(drafted) or any(len(ids) < count for ids, count in zip(drafts, drafted, strict=True)):
-        raise RuntimeError(f"rounds of request {output.request_id}: recorded {[len(ids) for ids in drafts]}, vLLM verified {drafted}")
+        raise RuntimeError(
+            f"rounds of request {output.request_id}: recorded {[len(ids) for ids in drafts]}, vLLM verified {drafted}"
+        )
     return {
         "id": output.request_id,
         "ids": list(completion.token_ids),

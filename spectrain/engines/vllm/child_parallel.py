@@ -1,4 +1,6 @@
-"""The host's loop where vLLM runs several replicas (``data_parallel_size`` > 1), which its own asynchronous engine keeps supplied."""
+"""The host's loop where vLLM runs several replicas (``data_parallel_size`` > 1), which its own asynchronous engine
+keeps supplied.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ async def _answer(engine: Any, channel: Channel, request: dict[str, Any]) -> Non
     start_s = time.monotonic()
     try:
         final = None
-        async for output in engine.generate({"prompt_token_ids": request["prompt_ids"]}, sampling_params(request), request["id"]):
+        async for output in engine.generate(
+            {"prompt_token_ids": request["prompt_ids"]}, sampling_params(request), request["id"]
+        ):
             final = output
     except (ValueError, TypeError, VLLMValidationError) as error:
         channel.report(refused=request["id"], reason=str(error))

@@ -1,7 +1,8 @@
-"""What is said over HTTP: a ``Request`` as vLLM's ``/v1/completions`` takes it, its reply as an ``Answer``, and which model a server has.
+"""What is said over HTTP: a ``Request`` as vLLM's ``/v1/completions`` takes it, its reply as an ``Answer``, and which
+model a server has.
 
-Token ids go in and come back (``return_token_ids``); the text that a server sends along is never looked at. Facts are those of vLLM 0.32
-(``vllm/entrypoints/openai/completion/protocol.py``).
+Token ids go in and come back (``return_token_ids``); the text that a server sends along is never looked at. Facts are
+those of vLLM 0.32 (``vllm/entrypoints/openai/completion/protocol.py``).
 """
 
 from __future__ import annotations
@@ -11,14 +12,16 @@ from typing import Any
 
 import httpx2
 
-from spectrain.engines.vllm.requests import Answer, Request, ReportedRound
+from spectrain.engines.vllm.requests import Answer, ReportedRound, Request
 from spectrain.errors import ConfigError, RunError
 
 _PATIENCE_S = 20.0
 
 
 def completion_body(model: str, request: Request) -> dict[str, Any]:
-    """The JSON of a request. Everything that changes the distribution is said, because a server may have defaults of its own."""
+    """The JSON of a request. Everything that changes the distribution is said, because a server may have defaults of
+    its own.
+    """
     body: dict[str, Any] = {
         "model": model,
         "prompt": request.prompt_ids,
@@ -30,7 +33,8 @@ def completion_body(model: str, request: Request) -> dict[str, Any]:
         "repetition_penalty": 1.0,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
-        # The end tokens are ours, so that every engine stops alike; vLLM gives the one that ended an answer back with it.
+        # The end tokens are ours, so that every engine stops alike; vLLM gives the one that ended an answer back with
+        # it.
         "stop_token_ids": list(request.stop_ids),
         "ignore_eos": True,
         "return_token_ids": True,
@@ -47,7 +51,9 @@ class InterruptedAnswerError(Exception):
 
 
 def parse_answer(request: Request, reply: Any, seconds: float) -> Answer:
-    """The answer in a reply with status 200. Raises InterruptedAnswerError, or RunError where it is no answer to ``request``."""
+    """The answer in a reply with status 200. Raises InterruptedAnswerError, or RunError where it is no answer to
+    ``request``.
+    """
     try:
         choice = reply["choices"][0]
         ids, prompt_ids, reason = choice["token_ids"], choice["prompt_token_ids"], choice["finish_reason"]
@@ -58,7 +64,10 @@ def parse_answer(request: Request, reply: Any, seconds: float) -> Answer:
     if reason in ("abort", "error"):
         raise InterruptedAnswerError(f"finish reason {reason}")
     if not ids or reason not in ("stop", "length"):
-        raise RunError(f"the server's answer has no token ids or no finish reason ({reason}): a vLLM server of version 0.32 is needed")
+        raise RunError(
+            f"the server's answer has no token ids or no finish reason ({reason}): a vLLM server of version 0.32 is "
+            f"needed"
+        )
     if prompt_ids != request.prompt_ids:
         raise RunError("the server answered another prompt than it was sent: it must not add or cut tokens")
     return Answer(request.id, ids, reason, seconds, _rounds(speculation), kv_params.get("hidden_states_path"))
@@ -89,21 +98,25 @@ def base_url(url: str) -> str:
 def check_server_model(url: str, names: Collection[str], max_length: int) -> str:
     """The name under which the server at ``url`` has the target.
 
-    names: all that the target goes by (what it was given as, its id, its folder). Raises RunError if the server does not answer, and
-    ConfigError if it serves something else, or documents of ``max_length`` tokens are too long for it.
+    names: all that the target goes by (what it was given as, its id, its folder). Raises RunError if the server does
+    not answer, and ConfigError if it serves something else, or documents of ``max_length`` tokens are too long for it.
     """
     try:
         with httpx2.Client(timeout=_PATIENCE_S) as client:
             response = client.get(f"{base_url(url)}/v1/models")
     except (httpx2.TransportError, httpx2.InvalidURL) as error:
-        raise RunError(f"engine.urls: {url} does not answer ({error or type(error).__name__}): start the server, or remove it") from error
+        raise RunError(
+            f"engine.urls: {url} does not answer ({error or type(error).__name__}): start the server, or remove it"
+        ) from error
     try:
         models = response.json()["data"] if response.status_code == 200 else []
         served = {model["id"]: model for model in models}
     except (ValueError, KeyError, TypeError):
         served = {}
     if not served:
-        raise ConfigError(f"engine.urls: {url} is no server of models ({error_text(response)}): give the address of a vLLM server")
+        raise ConfigError(
+            f"engine.urls: {url} is no server of models ({error_text(response)}): give the address of a vLLM server"
+        )
     found = next((name for name, model in served.items() if name in names or model.get("root") in names), None)
     if found is None:
         wanted = next(iter(names))

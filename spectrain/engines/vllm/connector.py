@@ -1,22 +1,24 @@
 """Inside vLLM: captured hidden states go straight into shards of the store, in memory and on disk.
 
-vLLM's ``extract_hidden_states`` keeps the residual stream of chosen layers as one more group of its KV cache. This class is a KV
-connector, vLLM's own extension point for what happens to such a cache (``kv_connector_module_path``). When a request that carries a
-document's description has finished, the scheduler's half tells the worker's half which blocks hold its states; the worker copies them
-out, on a stream of their own where there is a GPU, and a thread encodes them into the shard being gathered (``shard_writer.py``). The
-blocks are free again as soon as the copy is done.
+vLLM's ``extract_hidden_states`` keeps the residual stream of chosen layers as one more group of its KV cache. This
+class is a KV connector, vLLM's own extension point for what happens to such a cache (``kv_connector_module_path``).
+When a request that carries a document's description has finished, the scheduler's half tells the worker's half which
+blocks hold its states; the worker copies them out, on a stream of their own where there is a GPU, and a thread encodes
+them into the shard being gathered (``shard_writer.py``). The blocks are free again as soon as the copy is done.
 
 A request describes its document in ``kv_transfer_params``; requests without a description are not stored:
 ``{"spectrain": {"key", "split", "generated": [[start, end), ...], "last_id": int or None}}``.
-A document is the prompt and ``last_id``, or, where that is None, the prompt and the answer: so it is generated and captured in one pass.
-``generated`` are the ranges that the target generated, without that answer.
+A document is the prompt and ``last_id``, or, where that is None, the prompt and the answer: so it is generated and
+captured in one pass. ``generated`` are the ranges that the target generated, without that answer.
 
-The last token of a document never runs, so it has no states: its row is stored as zeros. No drafter reads the last row of a document,
-since what it would predict from there lies outside the document.
+The last token of a document never runs, so it has no states: its row is stored as zeros. No drafter reads the last row
+of a document, since what it would predict from there lies outside the document.
 
-Every worker that holds the states writes shards of its own: the first tensor-parallel rank of each replica, on the last pipeline stage.
+Every worker that holds the states writes shards of its own: the first tensor-parallel rank of each replica, on the last
+pipeline stage.
 
-Legend: S tokens of a document, I captured layers (the taps in ascending order, then the last layer unless it is the last tap), H hidden.
+Legend: S tokens of a document, I captured layers (the taps in ascending order, then the last layer unless it is the
+last tap), H hidden.
 """
 
 from __future__ import annotations
@@ -28,7 +30,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.config import get_layers_from_vllm_config
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole, SupportsHMA
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionLayer
 from vllm.platforms import current_platform
@@ -62,18 +69,21 @@ class StatesMetadata(KVConnectorMetadata):
 
 
 class StatesConnector(KVConnectorBase_V1, SupportsHMA):
-    """Options in ``kv_connector_extra_config``: ``incoming`` (folder for finished shards), ``meta`` (the store's ``StoreMeta`` as a
-    dictionary) and ``shard_bytes``."""
+    """Options in ``kv_connector_extra_config``: ``incoming`` (folder for finished shards), ``meta`` (the store's
+    ``StoreMeta`` as a dictionary) and ``shard_bytes``."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         options = vllm_config.kv_transfer_config.kv_connector_extra_config
-        self._incoming, self._shard_bytes = Path(options["incoming"]), int(options["shard_bytes"])
+        self._incoming = Path(options["incoming"])
+        self._shard_bytes = int(options["shard_bytes"])
         self._meta = StoreMeta(**options["meta"])
         self._group = _states_group(kv_cache_config)
         self._block_tokens: int = kv_cache_config.kv_cache_groups[self._group].kv_cache_spec.block_size
         self._finished: list[FinishedDocument] = []  # scheduler: not told to the workers yet
-        self._cache: Tensor | None = None  # worker: [blocks, I, block tokens, H]; None where this worker holds no states
+        self._cache: Tensor | None = (
+            None  # worker: [blocks, I, block tokens, H]; None where this worker holds no states
+        )
         self._writer: ShardWriter | None = None
         self._stream: torch.cuda.Stream | None = None
         self._copies: dict[str, torch.cuda.Event | None] = {}  # by request: when its copy is done; None: it is
@@ -86,7 +96,9 @@ class StatesConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         return
 
-    def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         """Whether the request's blocks must be kept until their states are copied."""
         params = (request.kv_transfer_params or {}).get(PARAMS)
         if params is None or request.status not in _ANSWERED:
@@ -98,7 +110,9 @@ class StatesConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             ids = [*request.prompt_token_ids, int(params["last_id"])]
         blocks = list(block_ids[self._group])
-        self._finished.append(FinishedDocument(request.request_id, params["key"], params["split"], ids, generated, blocks))
+        self._finished.append(
+            FinishedDocument(request.request_id, params["key"], params["split"], ids, generated, blocks)
+        )
         return True, None
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
@@ -113,7 +127,11 @@ class StatesConnector(KVConnectorBase_V1, SupportsHMA):
             return  # an earlier pipeline stage
         cache = kv_caches[next(iter(layers))]
         captured = len(set(self._meta.tap_ids)) + self._last_is_extra(cache)
-        if cache.shape[2] != self._block_tokens or cache.shape[1] != captured or cache.shape[3] != self._meta.hidden_size:
+        if (
+            cache.shape[2] != self._block_tokens
+            or cache.shape[1] != captured
+            or cache.shape[3] != self._meta.hidden_size
+        ):
             expected = ("blocks", captured, self._block_tokens, self._meta.hidden_size)
             raise ValueError(f"the cache of hidden states has shape {tuple(cache.shape)}, expected {expected}")
         if get_tensor_model_parallel_rank() == 0:  # the other ranks hold the same
@@ -190,7 +208,9 @@ class StatesConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def _states_group(kv_cache_config: Any) -> int:
-    """Which group of the KV cache holds the hidden states; where all layers have pages of one size, there is only one group."""
+    """Which group of the KV cache holds the hidden states; where all layers have pages of one size, there is only one
+    group.
+    """
     all_groups = kv_cache_config.kv_cache_groups
     groups = [n for n, group in enumerate(all_groups) if isinstance(group.kv_cache_spec, HiddenStateCacheSpec)]
     if not groups and len(all_groups) == 1:

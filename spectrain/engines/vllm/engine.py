@@ -1,7 +1,7 @@
 """The engine for a target that vLLM runs, in a child process or on servers: conversations in, responses out.
 
-A service is opened when it is needed, kept supplied with as many requests as it can use, and closed when the last response is out, so its
-memory is free for what comes next. Prompts and answers are token ids throughout.
+A service is opened when it is needed, kept supplied with as many requests as it can use, and closed when the last
+response is out, so its memory is free for what comes next. Prompts and answers are token ids throughout.
 """
 
 from __future__ import annotations
@@ -46,8 +46,12 @@ class VLLMEngine:
         capturing: VLLMCapture | None = None,
     ) -> None:
         """``capturing`` None: an engine that only generates."""
-        self.resolved, self.template, self.end_ids, self.max_length = resolved, template, tuple(end_ids), max_length
-        self.open_vllm, self._capturing = open_vllm, capturing
+        self.resolved = resolved
+        self.template = template
+        self.end_ids = tuple(end_ids)
+        self.max_length = max_length
+        self.open_vllm = open_vllm
+        self._capturing = capturing
 
     def response_key(self, conversation: Conversation, sampling: Sampling) -> str:
         return response_key(conversation, sampling, self.resolved.id, self.resolved.revision)
@@ -62,8 +66,8 @@ class VLLMEngine:
     ) -> Iterator[Response]:
         """See ``Engine.generate``. ``on_tokens`` hears of an answer's tokens when the answer is done.
 
-        extra_args: engine arguments beyond the configured ones. states_for: called when a turn is about to be asked; what it returns is
-        handed to the connector with the request (``Request.states``).
+        extra_args: engine arguments beyond the configured ones. states_for: called when a turn is about to be asked;
+        what it returns is handed to the connector with the request (``Request.states``).
         """
         turns = Turns(Dialogue, self.template, self.end_ids, sampling, self.max_length)
         keys = [self.response_key(conversation, sampling) for conversation, _ in conversations]
@@ -76,8 +80,12 @@ class VLLMEngine:
             raise ValueError("this engine was made without a VLLMCapture")
         return self._capturing
 
-    def capture(self, responses: Sequence[Response], tap_ids: Sequence[int], states_dtype: str = "float32") -> Iterator[TargetStates]:
-        """See ``Engine.capture``. The row of a document's last token is zeros. A store is filled faster by ``VLLMCapture.shards``."""
+    def capture(
+        self, responses: Sequence[Response], tap_ids: Sequence[int], states_dtype: str = "float32"
+    ) -> Iterator[TargetStates]:
+        """See ``Engine.capture``. The row of a document's last token is zeros. A store is filled faster by
+        ``VLLMCapture.shards``.
+        """
         with tempfile.TemporaryDirectory(prefix="spectrain-states-") as folder:
             yield from self.capturing.documents(tuple(tap_ids), states_dtype, responses, Path(folder))
 
@@ -121,7 +129,9 @@ def answered(
         while waiting and len(under_way) < client.capacity:
             dialogue = waiting.popleft()
             turns.begin(dialogue)
-            request = _request(f"{asked}", dialogue, turns, sampling, None if states_for is None else states_for(dialogue))
+            request = _request(
+                f"{asked}", dialogue, turns, sampling, None if states_for is None else states_for(dialogue)
+            )
             under_way[request.id] = dialogue
             asked += 1
             client.submit(request)
@@ -136,7 +146,9 @@ def answered(
                 yield dialogue
 
 
-def _request(name: str, dialogue: Dialogue, turns: Turns[Dialogue], sampling: Sampling, states: dict[str, Any] | None) -> Request:
+def _request(
+    name: str, dialogue: Dialogue, turns: Turns[Dialogue], sampling: Sampling, states: dict[str, Any] | None
+) -> Request:
     return Request(
         id=name,
         prompt_ids=list(dialogue.ids),
@@ -151,14 +163,19 @@ def _request(name: str, dialogue: Dialogue, turns: Turns[Dialogue], sampling: Sa
 
 
 def _take(dialogue: Dialogue, answer: Answer, end_ids: frozenset[int]) -> None:
-    """Append an answer. Raises ``RunError`` for one that does not end where our own rules say: it could not be trained on."""
+    """Append an answer. Raises ``RunError`` for one that does not end where our own rules say: it could not be trained
+    on.
+    """
     where = dialogue.conversation.where
     for number, token in enumerate(answer.ids):
         dialogue.commit(token, end_ids)
         if dialogue.finish_reason and number + 1 < len(answer.ids):
-            raise RunError(f"{where}: vLLM went on after the end of the answer (token {number + 1} of {len(answer.ids)})")
+            raise RunError(
+                f"{where}: vLLM went on after the end of the answer (token {number + 1} of {len(answer.ids)})"
+            )
     if dialogue.finish_reason != answer.finish_reason:
         raise RunError(
             f"{where}: vLLM ended an answer of {len(answer.ids)} tokens with {answer.finish_reason!r} where "
-            f"{dialogue.finish_reason!r} was due: it may have been aborted, or the server has end tokens or a length limit of its own"
+            f"{dialogue.finish_reason!r} was due: it may have been aborted, or the server has end tokens or a length "
+            f"limit of its own"
         )

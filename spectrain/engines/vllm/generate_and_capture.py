@@ -1,9 +1,10 @@
 """Generation that captures: the target runs once over every token, and what it computed while it generated is kept.
 
-The engine generates as always, on a service with a connector; the last turn of each conversation carries the description of its document.
-Its shards stay in the incoming folder: they enter the store in the stage ``capture``, where they must match the stored responses id for
-id. So a kill between a shard and its responses leaves nothing wrong, and whatever is missing, such as a conversation that was cut
-before its last turn, is captured there like any other document.
+The engine generates as always, on a service with a connector; the last turn of each conversation carries the
+description of its document.
+Its shards stay in the incoming folder: they enter the store in the stage ``capture``, where they must match the stored
+responses id for id. So a kill between a shard and its responses leaves nothing wrong, and whatever is missing, such as
+a conversation that was cut before its last turn, is captured there like any other document.
 """
 
 from __future__ import annotations
@@ -35,9 +36,17 @@ class OnePass:
     """
 
     def __init__(
-        self, capturing: VLLMCapture, meta: StoreMeta, shard_bytes: int, folder: Path, prompts: Sequence[tuple[str, list[int]]]
+        self,
+        capturing: VLLMCapture,
+        meta: StoreMeta,
+        shard_bytes: int,
+        folder: Path,
+        prompts: Sequence[tuple[str, list[int]]],
     ) -> None:
-        self._capturing, self._plan, self._folder, self._prompts = capturing, capturing.plan(meta, shard_bytes), folder, prompts
+        self._capturing = capturing
+        self._plan = capturing.plan(meta, shard_bytes)
+        self._folder = folder
+        self._prompts = prompts
 
     def open_vllm(self, purpose: str, extra_args: Mapping[str, Any]) -> VLLMClient:
         return _CapturingClient(self._capturing, self._plan, self._folder, purpose, self._prompts)
@@ -47,7 +56,12 @@ class _CapturingClient:
     """A service that, when all is answered, waits for the states to arrive before it closes."""
 
     def __init__(
-        self, capturing: VLLMCapture, plan: CapturePlan, folder: Path, purpose: str, prompts: Sequence[tuple[str, list[int]]]
+        self,
+        capturing: VLLMCapture,
+        plan: CapturePlan,
+        folder: Path,
+        purpose: str,
+        prompts: Sequence[tuple[str, list[int]]],
     ) -> None:
         self._stack = ExitStack()
         self._client: VLLMClient

@@ -1,13 +1,14 @@
-"""Runs one command and sees to it that nothing of it outlives whoever started it: ``python -m spectrain.engines.vllm.guard -- command``.
+"""Runs one command and sees to it that nothing of it outlives whoever started it: ``python -m
+spectrain.engines.vllm.guard -- command``.
 
-A vLLM server is several processes, and they do not notice that the one who wanted them is gone. So a guard stands between: it holds the
-reading end of a pipe (its stdin) whose only writing end is its parent's. When the pipe closes, because the parent says so or because it
-was killed, the guard ends the command with everything that the command started. It does the same when the command's first process
-ends by itself.
+A vLLM server is several processes, and they do not notice that the one who wanted them is gone. So a guard stands
+between: it holds the reading end of a pipe (its stdin) whose only writing end is its parent's. When the pipe closes,
+because the parent says so or because it was killed, the guard ends the command with everything that the command
+started. It does the same when the command's first process ends by itself.
 
-The command gets a process group of its own, and orphans of it fall to the guard (as "subreaper"), whatever group they moved to. The guard
-is a session of its own, so that neither Ctrl-C nor a signal to the parent's group reaches it before it has cleaned up; should the guard
-itself be killed, the kernel tells the command to end.
+The command gets a process group of its own, and orphans of it fall to the guard (as "subreaper"), whatever group they
+moved to. The guard is a session of its own, so that neither Ctrl-C nor a signal to the parent's group reaches it before
+it has cleaned up; should the guard itself be killed, the kernel tells the command to end.
 
 Standard library only: it has to start at once.
 """
@@ -31,7 +32,9 @@ _POLL_S = 0.1
 
 
 def guarded(command: list[str], grace_s: float, scratch: Path | None = None) -> list[str]:
-    """The command line of a guard over ``command``. ``grace_s``: how long it may take to end; ``scratch``: a folder to remove then."""
+    """The command line of a guard over ``command``. ``grace_s``: how long it may take to end; ``scratch``: a folder to
+    remove then.
+    """
     options = ["--grace", str(grace_s), *(["--scratch", str(scratch)] if scratch else [])]
     # -P: a file of the working directory must not hide a package.
     return [sys.executable, "-P", "-m", "spectrain.engines.vllm.guard", *options, "--", *command]
@@ -86,7 +89,9 @@ def _signal_group(group: int, number: int) -> None:
 
 
 def _end_orphans() -> None:
-    """Kill and reap what the command left behind. Where /proc does not list children, those of its group are dead already."""
+    """Kill and reap what the command left behind. Where /proc does not list children, those of its group are dead
+    already.
+    """
     children = Path(f"/proc/self/task/{os.getpid()}/children")
     end_s = time.monotonic() + 10.0  # a process that waits for a device may not die at all
     while time.monotonic() < end_s:

@@ -11,10 +11,12 @@ from spectrain.errors import RunError
 _TAIL_BYTES = 64 * 1024
 _LINES = 6
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-# vLLM puts "(EngineCore pid=123) ERROR 11-29 18:00:33 [core.py:1086] " before each line, "INFO" before what is no error.
+# vLLM puts "(EngineCore pid=123) ERROR 11-29 18:00:33 [core.py:1086] " before each line, "INFO" before what is no
+# error.
 _PREFIX = re.compile(r"^(\([\w .:=-]*pid=\d+\)\s*)?([A-Z]+ \d\d-\d\d \d\d:\d\d:\d\d(\.\d+)? \[[^\]]*\]\s?)?")
 _ERROR = re.compile(
-    r"^[\w.]*(Error|Exception|Exit|Interrupt)\b(:|$)|^.{0,40}\berror:|Killed|terminate called|Segmentation fault|out of memory"
+    r"^[\w.]*(Error|Exception|Exit|Interrupt)\b(:|$)|^.{0,40}\berror:"
+    r"|Killed|terminate called|Segmentation fault|out of memory"
 )
 
 
@@ -24,14 +26,17 @@ def open_log(log: Path) -> BinaryIO:
         log.parent.mkdir(parents=True, exist_ok=True)
         return log.open("ab")
     except OSError as error:
-        raise RunError(f"the log {log} cannot be written ({error.strerror}): see to its folder, or use another run.dir") from error
+        raise RunError(
+            f"the log {log} cannot be written ({error.strerror}): see to its folder, or use another run.dir"
+        ) from error
 
 
 def last_errors(log: Path, start: int = 0, lines: int = _LINES) -> str:
-    """The last lines of ``log`` that name an error, in order, each once; the very last lines if none does; with the log's name.
+    """The last lines of ``log`` that name an error, in order, each once; the very last lines if none does; with the
+    log's name.
 
-    start: where to begin, in bytes: what stands before was written by an earlier process. Raises nothing: a log that cannot be read is
-    said to be so.
+    start: where to begin, in bytes: what stands before was written by an earlier process. Raises nothing: a log that
+    cannot be read is said to be so.
     """
     try:
         with log.open("rb") as file:
@@ -55,7 +60,9 @@ def last_errors(log: Path, start: int = 0, lines: int = _LINES) -> str:
 def _continuation(error: str, lines: list[str]) -> list[str]:
     """What an error says in further, indented lines (a validation error names the value there)."""
     said = []
-    if lines and "validation error" in error and re.fullmatch(r"\w[\w.]*", lines[0]):  # the field that a validation error is about
+    if (
+        lines and "validation error" in error and re.fullmatch(r"\w[\w.]*", lines[0])
+    ):  # the field that a validation error is about
         said.append(lines[0])
         lines = lines[1:]
     for line in lines:

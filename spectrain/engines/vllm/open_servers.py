@@ -1,4 +1,6 @@
-"""Opens the pool that ``engine=vllm_server`` describes: servers that run already (``engine.urls``), or replicas that are started here."""
+"""Opens the pool that ``engine=vllm_server`` describes: servers that run already (``engine.urls``), or replicas that
+are started here.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ def open_pool(
 ) -> ServerPool:
     """Servers of the target, ready for requests; see ``clients.open_vllm``.
 
-    Raises ConfigError for a server that has another model, or that would have to be started with ``extra_args``; RunError for one that
-    does not answer or does not come up.
+    Raises ConfigError for a server that has another model, or that would have to be started with ``extra_args``;
+    RunError for one that does not answer or does not come up.
     """
     if engine.urls:
         endpoints = _running(engine, target, folder, purpose, extra_args)
@@ -31,13 +33,18 @@ def open_pool(
     return ServerPool(endpoints, engine.retries, engine.request_timeout_s, engine.startup_timeout_s)
 
 
-def _running(engine: EngineConfig, target: TargetConfig, folder: Path, purpose: str, extra_args: Mapping[str, Any]) -> list[Endpoint]:
+def _running(
+    engine: EngineConfig, target: TargetConfig, folder: Path, purpose: str, extra_args: Mapping[str, Any]
+) -> list[Endpoint]:
     if extra_args:
         raise ConfigError(
-            f"engine.urls: servers that run already cannot be given what {purpose} needs ({', '.join(sorted(extra_args))}): leave "
+            f"engine.urls: servers that run already cannot be given what {purpose} needs "
+            f"({', '.join(sorted(extra_args))}): leave "
             f"engine.urls empty, so that servers are started for it, or use engine=vllm"
         )
-    names = dict.fromkeys((target.path, str(folder), str(folder.resolve())))  # an ordered set: the first is named in errors
+    names = dict.fromkeys(
+        (target.path, str(folder), str(folder.resolve()))
+    )  # an ordered set: the first is named in errors
     urls = dict.fromkeys(map(base_url, engine.urls))
     return [Endpoint(url, check_server_model(url, names, target.max_length), engine.concurrency) for url in urls]
 

@@ -36,4 +36,6 @@ def open_vllm(
     from spectrain.engines.vllm.args import engine_args
     from spectrain.engines.vllm.process import VLLMProcess
 
-    return VLLMProcess(engine, engine_args(engine, target, folder, extra_args), logs / f"vllm-{purpose}.log", record_rounds)
+    return VLLMProcess(
+        engine, engine_args(engine, target, folder, extra_args), logs / f"vllm-{purpose}.log", record_rounds
+    )

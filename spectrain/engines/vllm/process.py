@@ -1,7 +1,8 @@
 """``VLLMClient`` on this machine: a vLLM in a child process (``vllm_host.py``), spoken to through pipes.
 
-A process of its own, because vLLM's threads, signal handlers and device contexts do not go well with a trainer's, and because a crash in
-there must end as a sentence of ours. The child leads a process group, so that vLLM's workers end with it.
+A process of its own, because vLLM's threads, signal handlers and device contexts do not go well with a trainer's, and
+because a crash in there must end as a sentence of ours. The child leads a process group, so that vLLM's workers end
+with it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from spectrain.config.schema import EngineConfig
 from spectrain.console import say
 from spectrain.engines.vllm.args import environment, is_cpu_build, vllm_version
 from spectrain.engines.vllm.logs import last_errors, open_log
-from spectrain.engines.vllm.requests import Answer, Request, ReportedRound
+from spectrain.engines.vllm.requests import Answer, ReportedRound, Request
 from spectrain.errors import RunError
 
 _CLOSE_S = 20.0
@@ -35,14 +36,15 @@ _PATIENCE_S = 20.0  # of starting, before a line says what is being waited for
 class VLLMProcess:
     """vLLM with ``args`` (see ``vllm_options.engine_args``), its output in ``log``. Ready to use when constructed.
 
-    record_rounds: ``Answer.rounds`` hold the ids proposed in each round; without it, their numbers. The engine then runs in the child
-    itself, step by step, which costs throughput.
+    record_rounds: ``Answer.rounds`` hold the ids proposed in each round; without it, their numbers. The engine then
+    runs in the child itself, step by step, which costs throughput.
 
     Raises ``RunError``, with the log's last error lines, if vLLM does not come up within ``engine.startup_timeout_s``.
     """
 
     def __init__(self, config: EngineConfig, args: Mapping[str, Any], log: Path, record_rounds: bool = False) -> None:
-        self.log, self.version = log, vllm_version()
+        self.log = log
+        self.version = vllm_version()
         self._reports: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._closed = False
         args = _completed(args, record_rounds)
@@ -72,7 +74,8 @@ class VLLMProcess:
             self._kill_group()  # at once: there is nothing to finish, and whoever pressed Ctrl-C does not want to wait
             self.close()
             raise
-        self.version, self.max_model_len = ready["ready"], ready["max_model_len"]
+        self.version = ready["ready"]
+        self.max_model_len = ready["max_model_len"]
         # A few more than run together, so that none of vLLM's places is empty while an answer is on its way here.
         self.capacity = ready["max_num_seqs"] * 5 // 4 + 1
 
@@ -110,7 +113,9 @@ class VLLMProcess:
         self._kill_group()
 
     def _kill_group(self) -> None:
-        with suppress(ProcessLookupError, PermissionError):  # the group's number is the leader's, and nobody may be left in it
+        with suppress(
+            ProcessLookupError, PermissionError
+        ):  # the group's number is the leader's, and nobody may be left in it
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
@@ -123,7 +128,10 @@ class VLLMProcess:
             raise self._died("cannot be reached") from None
 
     def _read(self, descriptor: int) -> None:
-        with os.fdopen(descriptor, encoding="utf-8") as reports, suppress(ValueError):  # half a line: it was killed while writing
+        with (
+            os.fdopen(descriptor, encoding="utf-8") as reports,
+            suppress(ValueError),
+        ):  # half a line: it was killed while writing
             for line in reports:
                 self._reports.put(json.loads(line))
         self._reports.put(None)
@@ -154,7 +162,9 @@ class VLLMProcess:
 
 
 def _completed(args: Mapping[str, Any], record_rounds: bool) -> dict[str, Any]:
-    """``args`` with what this service rests on: no tokenizer, and the rounds of each request where there is speculation."""
+    """``args`` with what this service rests on: no tokenizer, and the rounds of each request where there is
+    speculation.
+    """
     speculation = args.get("speculative_config") or {}
     drafts = bool(speculation) and speculation.get("method") != "extract_hidden_states"
     ours: dict[str, Any] = {"skip_tokenizer_init": True, "disable_log_stats": not drafts}

@@ -1,4 +1,6 @@
-"""What a server answered, in the terms of our own loop: rounds placed in the text, complete or cut by the length limit."""
+"""What a server answered, in the terms of our own loop: rounds placed in the text, complete or cut by the
+length limit.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,10 @@ _WAIT_S = 1.0
 def placed_rounds(prompt_length: int, answer: Answer) -> list[Round]:
     """The rounds of an answer, as the loop would have reported them for the same text.
 
-    A server counts every draft that its target accepted, also those that no longer fit into the answer; here a draft counts as accepted
-    only if it became text. Servers report no round for a token decoded without drafts (n-gram lookup without a match, no room left for
-    drafts): such rounds are added in front, where they are is not known, so that tokens per pass of the target stays what it is.
+    A server counts every draft that its target accepted, also those that no longer fit into the answer; here a draft
+    counts as accepted only if it became text. Servers report no round for a token decoded without drafts (n-gram lookup
+    without a match, no room left for drafts): such rounds are added in front, where they are is not known, so that
+    tokens per pass of the target stays what it is.
 
     Raises RunError if the rounds hold more than the text.
     """
@@ -29,7 +32,10 @@ def placed_rounds(prompt_length: int, answer: Answer) -> list[Round]:
     for round_ in answer.rounds:
         kept = min(round_.accepted + 1, tokens - made)
         if kept < 1:
-            raise RunError(f"the server reports {len(answer.rounds)} rounds with {reported} tokens for an answer of {tokens}: no such text")
+            raise RunError(
+                f"the server reports {len(answer.rounds)} rounds with {reported} tokens for an answer of {tokens}: no "
+                f"such text"
+            )
         accepted = min(kept, round_.accepted)
         cut = answer.finish_reason == "length" and made + kept == tokens and kept == accepted < round_.drafted
         rounds.append(Round(prompt_length + made - 1, round_.drafted, accepted, cut, round_.drafts))
@@ -37,7 +43,9 @@ def placed_rounds(prompt_length: int, answer: Answer) -> list[Round]:
     return rounds
 
 
-def answer_all(client: VLLMClient, requests: Sequence[Request], on_answer: Callable[[Answer], None] | None = None) -> list[Answer]:
+def answer_all(
+    client: VLLMClient, requests: Sequence[Request], on_answer: Callable[[Answer], None] | None = None
+) -> list[Answer]:
     """Answers in the order of the requests; as many are under way together as the service takes."""
     waiting = deque(requests)
     answers: dict[str, Answer] = {}

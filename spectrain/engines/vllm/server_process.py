@@ -1,8 +1,8 @@
 """One vLLM server that is started here: its command, its log, whether it is well, and its end.
 
-The server listens on a Unix socket in a private folder, not on a port: nobody else can reach it, and no other program can take its
-address between the moment it is chosen and the moment vLLM binds it. A guard (``guard.py``) stands between us and the server, so that all
-its processes end with ours, however ours ends.
+The server listens on a Unix socket in a private folder, not on a port: nobody else can reach it, and no other program
+can take its address between the moment it is chosen and the moment vLLM binds it. A guard (``guard.py``) stands between
+us and the server, so that all its processes end with ours, however ours ends.
 """
 
 from __future__ import annotations
@@ -31,19 +31,30 @@ _LONGEST_SOCKET = 100  # bytes of a path that every system takes for a socket
 
 def server_command(args: Mapping[str, Any]) -> list[str]:
     """The command of vLLM's server with engine arguments ``args``; the address is added when it is started."""
-    # By module: the `vllm` command is missing from some builds. -P: a file of the working directory must not hide a package.
-    return [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", *cli_flags(args), "--disable-uvicorn-access-log"]
+    # By module: the `vllm` command is missing from some builds. -P: a file of the working directory must not hide a
+    # package.
+    return [
+        sys.executable,
+        "-P",
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        *cli_flags(args),
+        "--disable-uvicorn-access-log",
+    ]
 
 
 class ServerProcess:
-    """A server under guard. ``name``: for messages; ``environment``: variables over those of this process; ``log``: gets all its output.
+    """A server under guard. ``name``: for messages; ``environment``: variables over those of this process; ``log``:
+    gets all its output.
 
     ``end`` may be called from any thread, at any time; what is being waited for then ends with a RunError.
     """
 
     def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
-        self.name, self.log = name, log
-        self._command, self._environment = list(command), {**os.environ, **environment}
+        self.name = name
+        self.log = log
+        self._command = list(command)
+        self._environment = {**os.environ, **environment}
         self._guard: subprocess.Popen[bytes] | None = None
         self._socket = Path()
         self._log_start = 0  # bytes of the log that an earlier start wrote
@@ -82,15 +93,21 @@ class ServerProcess:
         return None if self._guard is None else self._guard.poll()
 
     def wait_ready(self, end_s: float) -> None:
-        """Wait until it serves, until ``end_s`` of the monotonic clock. Raises RunError, with the log's last errors, if it does not."""
+        """Wait until it serves, until ``end_s`` of the monotonic clock. Raises RunError, with the log's last errors, if
+        it does not.
+        """
         with httpx2.Client(transport=httpx2.HTTPTransport(uds=str(self._socket)), timeout=5.0) as client:
             while not self._is_ready(client):
                 if self._is_over:
                     raise RunError(f"{self.name} is being stopped")
                 if self.exit_code is not None:
-                    raise RunError(f"{self.name} ended before it was ready (exit code {self.exit_code}); {self.last_errors()}")
+                    raise RunError(
+                        f"{self.name} ended before it was ready (exit code {self.exit_code}); {self.last_errors()}"
+                    )
                 if time.monotonic() > end_s:
-                    raise RunError(f"{self.name} was not ready in time: raise engine.startup_timeout_s; {self.last_errors()}")
+                    raise RunError(
+                        f"{self.name} was not ready in time: raise engine.startup_timeout_s; {self.last_errors()}"
+                    )
                 time.sleep(_POLL_S)
 
     def _is_ready(self, client: httpx2.Client) -> bool:

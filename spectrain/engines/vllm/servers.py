@@ -1,15 +1,18 @@
 """A pool of vLLM servers as one ``VLLMClient``: who gets which request, and what happens when something fails.
 
-* Each server has at most ``concurrency`` requests under way; the rest wait here, so a slow server is never buried. The next request goes to
-  the server with the most room.
-* A request that fails (no connection, no answer in time, a status of 5xx) is sent again, up to ``retries`` times, after a wait that doubles
-  and is spread at random, so that many requests do not come back at once. A server that says it is busy (429; 503 while it is healthy) is
-  waited for instead. A request that is refused (4xx) is our mistake, and ends the run.
-* When a request has failed to the end, its server is judged: dead if its process is gone, if it says so, or if it has answered nothing else
-  meanwhile. The work of a dead server goes to the others. One that was started here is started once more. If no server is left, the run
-  ends with the reason. If the server lives, the request is tried elsewhere, and ends the run when it has failed everywhere.
+* Each server has at most ``concurrency`` requests under way; the rest wait here, so a slow server is never buried. The
+  next request goes to the server with the most room.
+* A request that fails (no connection, no answer in time, a status of 5xx) is sent again, up to ``retries`` times, after
+  a wait that doubles and is spread at random, so that many requests do not come back at once. A server that says it is
+  busy (429; 503 while it is healthy) is waited for instead. A request that is refused (4xx) is our mistake, and ends
+  the run.
+* When a request has failed to the end, its server is judged: dead if its process is gone, if it says so, or if it has
+  answered nothing else meanwhile. The work of a dead server goes to the others. One that was started here is started
+  once more. If no server is left, the run ends with the reason. If the server lives, the request is tried elsewhere,
+  and ends the run when it has failed everywhere.
 
-All of this happens in one thread with an event loop, so nothing in it needs a lock; ``submit`` and ``collect`` are called from another.
+All of this happens in one thread with an event loop, so nothing in it needs a lock; ``submit`` and ``collect`` are
+called from another.
 """
 
 from __future__ import annotations
@@ -41,7 +44,9 @@ _KEEP_S = 2.0  # an idle connection is dropped before the server drops it (5 s):
 
 @dataclass(eq=False)
 class Endpoint:
-    """One server. ``name``: for messages, its URL; ``model``: the target's name there; ``server``: its process if it was started here."""
+    """One server. ``name``: for messages, its URL; ``model``: the target's name there; ``server``: its process if it
+    was started here.
+    """
 
     name: str
     model: str
@@ -56,7 +61,9 @@ class Endpoint:
 
     def connect(self) -> None:
         """Open a client; called in the event loop. A server that was started again has another address."""
-        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=self.concurrency, keepalive_expiry=_KEEP_S)
+        limits = httpx2.Limits(
+            max_connections=None, max_keepalive_connections=self.concurrency, keepalive_expiry=_KEEP_S
+        )
         timeout = httpx2.Timeout(None, connect=_CONNECT_S)  # the rest is bounded for each request
         if self.server is None:
             self.client = httpx2.AsyncClient(base_url=self.name, limits=limits, timeout=timeout)
@@ -99,10 +106,17 @@ class ServerPool:
     """
 
     def __init__(
-        self, endpoints: Sequence[Endpoint], retries: int, request_timeout_s: float, restart_timeout_s: float, backoff_s: float = 0.5
+        self,
+        endpoints: Sequence[Endpoint],
+        retries: int,
+        request_timeout_s: float,
+        restart_timeout_s: float,
+        backoff_s: float = 0.5,
     ) -> None:
         self.endpoints = list(endpoints)
-        self._retries, self._timeout_s, self._restart_timeout_s = retries, request_timeout_s, restart_timeout_s
+        self._retries = retries
+        self._timeout_s = request_timeout_s
+        self._restart_timeout_s = restart_timeout_s
         self._backoff_s = backoff_s
         self._waiting: deque[Job] = deque()
         self._tasks: set[asyncio.Task[None]] = set()  # beside the requests
@@ -115,7 +129,7 @@ class ServerPool:
         self._thread = threading.Thread(target=self._run, name="endpoints", daemon=True)
         self._thread.start()
 
-    # --- in the caller's thread ----------------------------------------------------------------------------------------------------
+    # --- in the caller's thread -------------------------------------------------------------------------------------
 
     @property
     def capacity(self) -> int:
@@ -127,7 +141,9 @@ class ServerPool:
         self._loop.call_soon_threadsafe(self._enqueue, Job(request))
 
     def collect(self, timeout_s: float) -> list[Answer]:
-        """Answers since the last call, waiting up to ``timeout_s`` for the first. Raises RunError when the pool cannot go on."""
+        """Answers since the last call, waiting up to ``timeout_s`` for the first. Raises RunError when the pool cannot
+        go on.
+        """
         with self._news:
             self._news.wait_for(lambda: self._answers or self._error, timeout_s)
             answers, self._answers = self._answers, []
@@ -148,7 +164,7 @@ class ServerPool:
         for server in servers:
             server.stop()
 
-    # --- in the event loop ---------------------------------------------------------------------------------------------------------
+    # --- in the event loop ------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -180,7 +196,11 @@ class ServerPool:
                 return
             hopeful = [endpoint for endpoint in self.endpoints if endpoint.is_alive and endpoint not in job.failed_at]
             if not hopeful:
-                self._fail(RunError(f"request {job.request.id} fails at every server, though others are answered ({job.reason})"))
+                self._fail(
+                    RunError(
+                        f"request {job.request.id} fails at every server, though others are answered ({job.reason})"
+                    )
+                )
                 return
             freest = max(hopeful, key=lambda endpoint: endpoint.room)
             if freest.room > 0:
@@ -215,7 +235,9 @@ class ServerPool:
             self._news.notify_all()
 
     async def _ask(self, endpoint: Endpoint, request: Request) -> Answer:
-        """The answer of one server. Raises _UnansweredError when the attempts are used up, RunError when the request is refused."""
+        """The answer of one server. Raises _UnansweredError when the attempts are used up, RunError when the request is
+        refused.
+        """
         body = completion_body(endpoint.model, request)
         start_s, failures, busy = time.monotonic(), 0, 0
         while True:
@@ -233,7 +255,11 @@ class ServerPool:
                     raise RunError(f"{endpoint.name} refuses request {request.id}: {reason}")
             except TimeoutError:
                 reason = f"no answer in {self._timeout_s:g} s (engine.request_timeout_s)"
-            except (httpx2.RequestError, InterruptedAnswerError, ValueError) as error:  # ValueError: a reply that is no JSON
+            except (
+                httpx2.RequestError,
+                InterruptedAnswerError,
+                ValueError,
+            ) as error:  # ValueError: a reply that is no JSON
                 reason = f"{type(error).__name__} {error}".strip()
             failures += 1
             if failures > self._retries:
@@ -257,7 +283,7 @@ class ServerPool:
         except (httpx2.RequestError, TimeoutError):
             return False
 
-    # --- life and death of servers -------------------------------------------------------------------------------------------------
+    # --- life and death of servers ----------------------------------------------------------------------------------
 
     async def _watch(self, endpoint: Endpoint, server: ServerProcess) -> None:
         """Notice at once that a process has ended, not when its requests have failed to the end."""
@@ -298,7 +324,11 @@ class ServerPool:
     def _give_up_on(self, endpoint: Endpoint, reason: str) -> None:
         """A server is gone for good."""
         left = sum(other.is_alive for other in self.endpoints)
-        log = f"; {endpoint.server.last_errors()}" if endpoint.server is not None and endpoint.server.log.name not in reason else ""
+        log = (
+            f"; {endpoint.server.last_errors()}"
+            if endpoint.server is not None and endpoint.server.log.name not in reason
+            else ""
+        )
         if left:
             say(f"note: {endpoint.name} is dead ({reason}); its work goes to the other {left}{log}")
             self._dispatch()
@@ -308,7 +338,9 @@ class ServerPool:
     def _fail(self, error: BaseException) -> None:
         """End the run; the first reason counts."""
         if not isinstance(error, SpectrainError):
-            error = RunError(f"the pool of servers failed ({type(error).__name__}: {error}); this is a bug of spectrain's")
+            error = RunError(
+                f"the pool of servers failed ({type(error).__name__}: {error}); this is a bug of spectrain's"
+            )
         with self._news:
             self._error = self._error or error
             self._news.notify_all()

@@ -1,11 +1,13 @@
 """The thread, inside a vLLM worker, that turns copied hidden states into whole shard files.
 
-It never waits for the engine and the engine hardly ever for it: documents are queued, and only when more than a shard's worth is
-waiting for the disk does ``put`` block, so that memory stays bounded. A shard is written when it is full, and when it is asked for: the
-capturing process raises the number in the file ``flush`` of the incoming folder, which every writer looks at several times a
-second, whether vLLM is working or idle. So the protocol is the same for any number of workers, and needs none of them to be known.
+It never waits for the engine and the engine hardly ever for it: documents are queued, and only when more than a shard's
+worth is waiting for the disk does ``put`` block, so that memory stays bounded. A shard is written when it is full, and
+when it is asked for: the capturing process raises the number in the file ``flush`` of the incoming folder, which every
+writer looks at several times a second, whether vLLM is working or idle. So the protocol is the same for any number of
+workers, and needs none of them to be known.
 
-If writing fails, the reason is left in a file ``<writer>.error`` for the capturing process to find; what comes after is dropped.
+If writing fails, the reason is left in a file ``<writer>.error`` for the capturing process to find; what comes after is
+dropped.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ class _Event(Protocol):
 
 @dataclass(frozen=True)
 class CopiedDocument:
-    """A document with the states of all its captured layers, [S, I, H] in ascending order; valid once ``event`` has happened."""
+    """A document with the states of all its captured layers, [S, I, H] in ascending order; valid once ``event`` has
+    happened.
+    """
 
     key: str
     split: str
@@ -53,16 +57,20 @@ class CopiedDocument:
 
 
 class ShardWriter:
-    """Takes documents by ``put`` and writes shards into ``folder``, which must exist, under names no other writer uses."""
+    """Takes documents by ``put`` and writes shards into ``folder``, which must exist, under names no other
+    writer uses.
+    """
 
     def __init__(self, folder: Path, meta: StoreMeta, shard_bytes: int) -> None:
-        self._folder, self._meta = folder, meta
+        self._folder = folder
+        self._meta = meta
         self._buffer = ShardBuffer(meta, shard_bytes)
         self._name = uuid.uuid4().hex[:12]
         self._written = 0
         self._flushed = flush_number(folder)
         self._queue: deque[CopiedDocument] = deque()
-        self._queued_bytes, self._queue_limit = 0, max(shard_bytes, 1 << 26)
+        self._queued_bytes = 0
+        self._queue_limit = max(shard_bytes, 1 << 26)
         self._changed = threading.Condition()
         self._closing = self._failed = False
         self._thread = threading.Thread(target=self._run, name="spectrain-shards", daemon=True)
@@ -121,7 +129,9 @@ class ShardWriter:
         taps, last = document.states[:, : len(self._meta.tap_ids)], document.states[:, -1]
         if not self._buffer.fits(len(document.input_ids)):
             self._write()
-        self._buffer.add(TargetStates(document.input_ids, document.loss_mask, taps, last, None, document.key, document.split))
+        self._buffer.add(
+            TargetStates(document.input_ids, document.loss_mask, taps, last, None, document.key, document.split)
+        )
         if self._buffer.full:
             self._write()
 
@@ -135,7 +145,9 @@ class ShardWriter:
         self._written += 1
 
     def _tell(self, reason: str) -> None:
-        """Leave the reason for the capturing process. A full disk has room for an empty file at least, and its name says enough."""
+        """Leave the reason for the capturing process. A full disk has room for an empty file at least, and its name
+        says enough.
+        """
         file = self._folder / f"{self._name}{ERROR_SUFFIX}"
         try:
             write_atomically(file, reason)

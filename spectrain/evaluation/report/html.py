@@ -1,8 +1,8 @@
 """The report: one self-contained HTML page about a run, for a person.
 
-It loads nothing, runs no script, follows the reader's light or dark setting, and prints. Every part is optional: a run that was only
-trained has no methods to compare, and an imported drafter has no curves. All text is escaped by the template; figures are SVG of
-``plots.py``. The page's content policy forbids anything from outside, so that stays true.
+It loads nothing, runs no script, follows the reader's light or dark setting, and prints. Every part is optional: a run
+that was only trained has no methods to compare, and an imported drafter has no curves. All text is escaped by the
+template; figures are SVG of ``plots.py``. The page's content policy forbids anything from outside, so that stays true.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from spectrain.evaluation.records import EvaluationRecord, Interval
 from spectrain.evaluation.report import plots
 from spectrain.evaluation.report.labels import (
     MISSING,
+    compare_with_simulation,
+    decoded_by,
     distinct_names,
     interval_text,
     number,
-    compare_with_simulation,
-    decoded_by,
     share_text,
     shared_conditions,
 )
@@ -38,7 +38,9 @@ TEMPLATE = "report.html.jinja"
 
 @dataclass(frozen=True)
 class ExampleText:
-    """An answer as it was decoded. ``pieces``: its text in order, True where an accepted draft, False where the target's own token."""
+    """An answer as it was decoded. ``pieces``: its text in order, True where an accepted draft, False where the
+    target's own token.
+    """
 
     prompt: str
     pieces: Sequence[tuple[str, bool]]
@@ -58,10 +60,11 @@ class ServeCommand:
 class ReportInputs:
     """Everything the report shows; what is left empty is left out.
 
-    title: the run's name. target: as the reader knows it. created: a date, as text. records: evaluation records, the first one of a
-    drafter makes the headline. step_costs: (what was measured, (tokens in the target's pass, steps a second)). training: the trainer's
-    metrics lines, ``{"step", "loss", …}`` and ``{"step", "simulated_acceptance_length", "simulated_interval", "simulated_acceptance_length_by_n", …}``.
-    Facts are pairs of name and text. config_yaml: the resolved configuration.
+    title: the run's name. target: as the reader knows it. created: a date, as text. records: evaluation records, the
+    first one of a drafter makes the headline. step_costs: (what was measured, (tokens in the target's pass, steps a
+    second)). training: the trainer's metrics lines, ``{"step", "loss", …}`` and ``{"step",
+    "simulated_acceptance_length", "simulated_interval", "simulated_acceptance_length_by_n", …}``. Facts are pairs of
+    name and text. config_yaml: the resolved configuration.
     """
 
     title: str
@@ -128,8 +131,14 @@ class _Headline:
 
 
 def _headline(inputs: ReportInputs, main: EvaluationRecord) -> _Headline:
-    numbers = [_BigNumber("acceptance length τ", number(main.acceptance_length), _interval_note(main.acceptance_length_interval))]
-    sentence = f"With this drafter, {inputs.target} commits {number(main.acceptance_length)} tokens per pass instead of 1"
+    numbers = [
+        _BigNumber(
+            "acceptance length τ", number(main.acceptance_length), _interval_note(main.acceptance_length_interval)
+        )
+    ]
+    sentence = (
+        f"With this drafter, {inputs.target} commits {number(main.acceptance_length)} tokens per pass instead of 1"
+    )
     if main.speedup is not None:
         numbers.append(_BigNumber("speed-up", number(main.speedup, "×"), _interval_note(main.speedup_interval)))
         sentence += f" and decodes at {number(main.speedup)} times its own speed"
@@ -138,7 +147,11 @@ def _headline(inputs: ReportInputs, main: EvaluationRecord) -> _Headline:
         words, kept = verdict
         pair = f"{number(main.simulated_acceptance_length, digits=3)} → {number(main.acceptance_length, digits=3)}"
         numbers.append(_BigNumber("promised → served", pair, f"simulate → {decoded_by(main)}: {words}", kept))
-    remark = {None: "", True: "Its output is identical, token for token.", False: "Its output differs from plain greedy decoding."}
+    remark = {
+        None: "",
+        True: "Its output is identical, token for token.",
+        False: "Its output differs from plain greedy decoding.",
+    }
     return _Headline(sentence + ".", numbers, remark[main.output_identical])
 
 
@@ -163,7 +176,9 @@ def _method_rows(records: Sequence[EvaluationRecord], main: EvaluationRecord | N
         }
 
 
-def _comparable(records: Sequence[EvaluationRecord], main: EvaluationRecord | None) -> list[tuple[str, EvaluationRecord]]:
+def _comparable(
+    records: Sequence[EvaluationRecord], main: EvaluationRecord | None
+) -> list[tuple[str, EvaluationRecord]]:
     """The records measured under the headline's conditions, with their names: what a figure may draw side by side."""
 
     def conditions(record: EvaluationRecord) -> tuple[object, ...]:
@@ -181,7 +196,11 @@ def _method_figures(records: Sequence[EvaluationRecord], main: EvaluationRecord 
         if record.acceptance_length is not None
     ]
     if len(lengths) > 1:
-        yield _Figure("Acceptance length", plots.interval_figure(lengths, reference=1.0), "tokens per target pass, with 95 % interval")
+        yield _Figure(
+            "Acceptance length",
+            plots.interval_figure(lengths, reference=1.0),
+            "tokens per target pass, with 95 % interval",
+        )
     speeds = [plots.Measured(name, record.output_tokens_per_s, None, record is main) for name, record in group]
     if len(speeds) > 1:
         yield _Figure("Throughput", plots.bar_figure(speeds, "tokens per second"), "output tokens per second")
@@ -190,14 +209,22 @@ def _method_figures(records: Sequence[EvaluationRecord], main: EvaluationRecord 
 def _position_figures(records: Sequence[EvaluationRecord], main: EvaluationRecord | None) -> Iterator[_Figure]:
     if main is None or not main.acceptance_per_position:
         return
-    # The headline and the baselines that draft; further drafters are in the table, or the bars would be too many to read.
-    shown = [(n, r) for n, r in _comparable(records, main) if r.acceptance_per_position and (r is main or not r.is_drafter)]
+    # The headline and the baselines that draft; further drafters are in the table, or the bars would be too many to
+    # read.
+    shown = [
+        (n, r) for n, r in _comparable(records, main) if r.acceptance_per_position and (r is main or not r.is_drafter)
+    ]
     legend = [(name, record is main) for name, record in shown]
     survival = [plots.Series(name, record.acceptance_per_position, record is main) for name, record in shown]
     yield _Figure("Accepted up to this position", plots.survival_figure(survival), "share of all rounds", legend)
-    conditional = [plots.Series(name, record.conditional_acceptance_per_position, record is main) for name, record in shown]
+    conditional = [
+        plots.Series(name, record.conditional_acceptance_per_position, record is main) for name, record in shown
+    ]
     yield _Figure(
-        "Accepted, if all before were", plots.conditional_figure(conditional), "share of the rounds that reached this position", legend
+        "Accepted, if all before were",
+        plots.conditional_figure(conditional),
+        "share of the rounds that reached this position",
+        legend,
     )
 
 
@@ -205,7 +232,9 @@ def _confidence_figures(inputs: ReportInputs, main: EvaluationRecord | None) -> 
     if main is not None and main.confidence is not None:
         svg = plots.reliability_figure(main.confidence.bins, main.confidence.raw_bins)
         legend = [("calibrated", True), ("as the drafter says", False)]
-        yield _Figure("Predicted and true", svg, f"survival of drafts in {main.confidence.rounds:,} rounds, all positions", legend)
+        yield _Figure(
+            "Predicted and true", svg, f"survival of drafts in {main.confidence.rounds:,} rounds, all positions", legend
+        )
     for label, points in inputs.step_costs:
         yield _Figure("What a step costs", plots.cost_figure(points, label), f"steps a second, {label}")
 
@@ -223,13 +252,23 @@ def _training_figures(training: Sequence[Mapping[str, Any]]) -> Iterator[_Figure
     svg = plots.simulated_acceptance_figure([line["step"] for line in simulations], lengths, intervals)
     yield _Figure("Acceptance length by simulation", svg, "on held-out text, with 95 % interval; the best is kept")
     best = simulations[max(range(len(simulations)), key=lengths.__getitem__)]
-    by_n = sorted((int(n), length) for n, length in (best.get("simulated_acceptance_length_by_n") or {}).items() if _finite(length))
+    by_n = sorted(
+        (int(n), length)
+        for n, length in (best.get("simulated_acceptance_length_by_n") or {}).items()
+        if _finite(length)
+    )
     if len(by_n) > 1:
-        yield _Figure("If it drafted fewer or more", plots.draft_length_figure(by_n), f"simulate acceptance length at step {best['step']:,}")
+        yield _Figure(
+            "If it drafted fewer or more",
+            plots.draft_length_figure(by_n),
+            f"simulate acceptance length at step {best['step']:,}",
+        )
 
 
 def _by_step(training: Sequence[Mapping[str, Any]], name: str) -> list[Mapping[str, Any]]:
-    """The lines that measured ``name``, one per step in order: a resumed run writes the steps after its checkpoint again."""
+    """The lines that measured ``name``, one per step in order: a resumed run writes the steps after its checkpoint
+    again.
+    """
     lines = {line["step"]: line for line in training if "step" in line and _finite(line.get(name))}
     return [lines[step] for step in sorted(lines)]
 
@@ -242,7 +281,9 @@ class _Example:
     """An example for the template: runs of pieces and what they add up to."""
 
     def __init__(self, example: ExampleText) -> None:
-        self.title, self.prompt, self.pieces = example.title, example.prompt, example.pieces
+        self.title = example.title
+        self.prompt = example.prompt
+        self.pieces = example.pieces
         accepted = sum(is_draft for _, is_draft in example.pieces)
         facts = [f"{accepted} of {len(example.pieces)} tokens are accepted drafts"]
         if example.acceptance_length is not None:

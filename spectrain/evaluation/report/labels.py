@@ -36,7 +36,9 @@ def method_label(method: str) -> str:
 
 
 def distinct_names(records: Sequence[EvaluationRecord]) -> list[str]:
-    """A name per record: its method, and as much as is needed to tell it from the others: ``["n-gram", "EAGLE-3 drafter, n = 3", …]``."""
+    """A name per record: its method, and as much as is needed to tell it from the others: ``["n-gram", "EAGLE-3
+    drafter, n = 3", …]``.
+    """
     names = [method_label(record.method) for record in records]
     for detail in _DETAILS:
         for name in {name for name in names if names.count(name) > 1}:
@@ -88,12 +90,17 @@ def decoded_by(record: EvaluationRecord) -> str:
 
 
 def compare_with_simulation(record: EvaluationRecord) -> tuple[str, bool] | None:
-    """How the loop's acceptance length compares with the simulation's, in words, and whether the promise was kept. None without a simulation.
+    """How the loop's acceptance length compares with the simulation's, in words, and whether the promise was kept. None
+    without a simulation.
 
-    At temperature 0 both count the same rounds, so the figures must be equal (to the three digits shown); above it both are random, so
-    the loop's must lie in the simulation's interval.
+    At temperature 0 both count the same rounds, so the figures must be equal (to the three digits shown); above it both
+    are random, so the loop's must lie in the simulation's interval.
     """
-    simulated, served, interval = record.simulated_acceptance_length, record.acceptance_length, record.simulated_acceptance_length_interval
+    simulated, served, interval = (
+        record.simulated_acceptance_length,
+        record.acceptance_length,
+        record.simulated_acceptance_length_interval,
+    )
     if simulated is None or served is None:
         return None
     if f"{simulated:.3f}" == f"{served:.3f}":

@@ -1,7 +1,8 @@
 """The figures of the report, as SVG that takes its colours and its type from the page around it.
 
-matplotlib draws with placeholder colours, which become CSS variables afterwards: one drawing serves the light page, the dark page and
-paper. Text stays text, so it can be searched and read aloud. Figures are drawn small and scaled up, so that they stay legible on a phone.
+matplotlib draws with placeholder colours, which become CSS variables afterwards: one drawing serves the light page, the
+dark page and paper. Text stays text, so it can be searched and read aloud. Figures are drawn small and scaled up, so
+that they stay legible on a phone.
 """
 
 from __future__ import annotations
@@ -80,7 +81,12 @@ def interval_figure(rows: Sequence[Measured], reference: float) -> Markup:
             axes.plot([low, high], [y, y], color=colour, linewidth=5, alpha=0.3, solid_capstyle="round")
             axes.plot(row.value, y, "o", color=colour, markersize=6)
             axes.annotate(
-                f"{row.value:.2f}", (max(high, row.value), y), (7, 0), textcoords="offset points", va="center", fontweight=_weight(row)
+                f"{row.value:.2f}",
+                (max(high, row.value), y),
+                (7, 0),
+                textcoords="offset points",
+                va="center",
+                fontweight=_weight(row),
             )
         right = max(max(row.value, *(row.interval or (row.value,))) for row in rows)
         axes.set_xlim(reference - 0.04 * (right - reference + 0.1), right + 0.16 * (right - reference + 0.1))
@@ -96,7 +102,14 @@ def bar_figure(rows: Sequence[Measured], unit: str) -> Markup:
         figure, axes = _canvas(height_in=0.3 + _ROW_IN * len(rows))
         for y, row in enumerate(rows):
             axes.barh(y, row.value, height=0.56, color=ACCENT if row.main else PLAIN)
-            axes.annotate(f"{row.value:,.1f}", (row.value, y), (5, 0), textcoords="offset points", va="center", fontweight=_weight(row))
+            axes.annotate(
+                f"{row.value:,.1f}",
+                (row.value, y),
+                (5, 0),
+                textcoords="offset points",
+                va="center",
+                fontweight=_weight(row),
+            )
         axes.set_xlim(0, 1.18 * max(row.value for row in rows) or 1)
         axes.xaxis.set_visible(False)
         axes.spines["bottom"].set_visible(False)
@@ -117,7 +130,12 @@ def survival_figure(series: Sequence[Series]) -> Markup:
                 axes.bar(position + offset, share, width=width * 0.9, color=ACCENT if one.main else PLAIN)
                 if one.main:
                     axes.annotate(
-                        _share(share), (position + offset, share), (0, 3), textcoords="offset points", ha="center", fontweight="bold"
+                        _share(share),
+                        (position + offset, share),
+                        (0, 3),
+                        textcoords="offset points",
+                        ha="center",
+                        fontweight="bold",
                     )
         _position_axes(axes, series)
         return _svg(figure, "Share of rounds in which the drafts were accepted, by position: " + _spoken_series(series))
@@ -133,7 +151,14 @@ def conditional_figure(series: Sequence[Series]) -> Markup:
             axes.plot(positions, values, "o-", color=ACCENT if one.main else PLAIN, markersize=5)
             for position, share in zip(positions, values, strict=True):
                 if one.main and not math.isnan(share):
-                    axes.annotate(_share(share), (position, share), (0, 6), textcoords="offset points", ha="center", fontweight="bold")
+                    axes.annotate(
+                        _share(share),
+                        (position, share),
+                        (0, 6),
+                        textcoords="offset points",
+                        ha="center",
+                        fontweight="bold",
+                    )
         _position_axes(axes, series)
         return _svg(figure, "Conditional acceptance by position: " + _spoken_series(series))
 
@@ -147,23 +172,40 @@ def loss_figure(steps: Sequence[float], losses: Sequence[float]) -> Markup:
         means = [sum(window) / len(window) for window in windows]
         axes.plot(steps, losses, color=PLAIN, linewidth=0.8, alpha=0.7)
         axes.plot(steps, means, color=ACCENT)
-        axes.annotate(f"{means[-1]:.2f}", (steps[-1], means[-1]), (5, 0), textcoords="offset points", va="center", fontweight="bold")
+        axes.annotate(
+            f"{means[-1]:.2f}",
+            (steps[-1], means[-1]),
+            (5, 0),
+            textcoords="offset points",
+            va="center",
+            fontweight="bold",
+        )
         _step_axis(axes)
         return _svg(figure, f"Training loss over {steps[-1]:,.0f} steps, from {means[0]:.3g} to {means[-1]:.3g}")
 
 
-def simulated_acceptance_figure(steps: Sequence[float], lengths: Sequence[float], intervals: Sequence[Interval | None]) -> Markup:
-    """The simulation's acceptance length over the training steps, with its interval as a band and the best evaluation marked."""
+def simulated_acceptance_figure(
+    steps: Sequence[float], lengths: Sequence[float], intervals: Sequence[Interval | None]
+) -> Markup:
+    """The simulation's acceptance length over the training steps, with its interval as a band and the best evaluation
+    marked.
+    """
     with mpl.rc_context(_STYLE):
         figure, axes = _canvas(height_in=2.3)
-        lows = [length if interval is None else interval[0] for length, interval in zip(lengths, intervals, strict=True)]
-        highs = [length if interval is None else interval[1] for length, interval in zip(lengths, intervals, strict=True)]
+        lows = [
+            length if interval is None else interval[0] for length, interval in zip(lengths, intervals, strict=True)
+        ]
+        highs = [
+            length if interval is None else interval[1] for length, interval in zip(lengths, intervals, strict=True)
+        ]
         axes.fill_between(steps, lows, highs, color=ACCENT, alpha=0.16, linewidth=0)
         axes.plot(steps, lengths, "o-", color=ACCENT, markersize=3)
         best = max(range(len(lengths)), key=lengths.__getitem__)
         axes.plot(steps[best], lengths[best], "o", color=ACCENT, markersize=7)
         label = f"{lengths[best]:.2f}"
-        axes.annotate(label, (steps[best], lengths[best]), (0, 8), textcoords="offset points", ha="center", fontweight="bold")
+        axes.annotate(
+            label, (steps[best], lengths[best]), (0, 8), textcoords="offset points", ha="center", fontweight="bold"
+        )
         axes.margins(y=0.2)
         _step_axis(axes)
         return _svg(figure, f"Simulation acceptance length over the steps; best {label} at step {steps[best]:,.0f}")
@@ -176,15 +218,24 @@ def draft_length_figure(by_n: Sequence[tuple[int, float]]) -> Markup:
         counts, lengths = zip(*by_n, strict=True)
         axes.plot(counts, lengths, "o-", color=ACCENT, markersize=5)
         for count, length in by_n:
-            axes.annotate(f"{length:.2f}", (count, length), (0, 6), textcoords="offset points", ha="center", fontweight="bold")
+            axes.annotate(
+                f"{length:.2f}", (count, length), (0, 6), textcoords="offset points", ha="center", fontweight="bold"
+            )
         axes.set_xticks(counts)
         axes.set_xlabel("draft tokens per round")
         axes.margins(x=0.08, y=0.2)
-        return _svg(figure, "Simulation acceptance length by draft tokens: " + ", ".join(f"{n}: {length:.2f}" for n, length in by_n))
+        return _svg(
+            figure,
+            "Simulation acceptance length by draft tokens: " + ", ".join(f"{n}: {length:.2f}" for n, length in by_n),
+        )
 
 
-def reliability_figure(calibrated: Sequence[tuple[float, float, int]], raw: Sequence[tuple[float, float, int]]) -> Markup:
-    """Predicted chance against the share that came true, one dot a bin, its area by the number of predictions; right is on the diagonal."""
+def reliability_figure(
+    calibrated: Sequence[tuple[float, float, int]], raw: Sequence[tuple[float, float, int]]
+) -> Markup:
+    """Predicted chance against the share that came true, one dot a bin, its area by the number of predictions; right is
+    on the diagonal.
+    """
     with mpl.rc_context(_STYLE):
         figure, axes = _canvas(height_in=3.0)
         axes.plot([0, 1], [0, 1], color=MUTED, linewidth=0.8)
@@ -216,7 +267,9 @@ def cost_figure(points: Sequence[tuple[int, float]], label: str) -> Markup:
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.set_ylim(0, 1.1 * max(rates))
         axes.set_xlabel("tokens in the target's pass")
-        return _svg(figure, f"Steps per second, {label}: " + ", ".join(f"{count}: {rate:.1f}" for count, rate in points))
+        return _svg(
+            figure, f"Steps per second, {label}: " + ", ".join(f"{count}: {rate:.1f}" for count, rate in points)
+        )
 
 
 def _canvas(height_in: float) -> tuple[Figure, Axes]:
@@ -271,17 +324,26 @@ def _spoken_series(series: Sequence[Series]) -> str:
 
 
 def _svg(figure: Figure, description: str) -> Markup:
-    """The figure as an SVG element for the inside of a page: sizeless, described, and without identifiers, dates or addresses."""
+    """The figure as an SVG element for the inside of a page: sizeless, described, and without identifiers, dates or
+    addresses.
+    """
     buffer = io.StringIO()
     # The salt keeps identifiers of different figures apart, and those of the same figure equal from run to run.
     with mpl.rc_context({"svg.hashsalt": description}):
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+        figure.savefig(
+            buffer,
+            format="svg",
+            transparent=True,
+            metadata={"Date": None, "Creator": None, "Format": None, "Type": None},
+        )
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>|<metadata>.*?</metadata>|<!--.*?-->", "", svg, flags=re.DOTALL)
     svg = re.sub(r' (xmlns|xmlns:xlink|version)="[^"]*"', "", svg)
     svg = re.sub(r'<g id="[^"]*"', "<g", svg)
-    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1), count=1)
+    svg = re.sub(
+        r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1), count=1
+    )
     svg = re.sub(r" ?font-family: [^;\"]*;?", "", svg)
     for colour, variable in _VARIABLES.items():
         svg = svg.replace(colour, f"var({variable})")

@@ -15,19 +15,21 @@ from spectrain.evaluation.records import EvaluationRecord, Interval
 from spectrain.evaluation.report.labels import (
     MISSING,
     POLICY_LABELS,
+    compare_with_simulation,
+    decoded_by,
     distinct_names,
     interval_text,
     method_label,
     number,
-    compare_with_simulation,
-    decoded_by,
     share_text,
     shared_conditions,
 )
 
 
 def evaluation_table(records: Sequence[EvaluationRecord]) -> RenderableType:
-    """One row per record under a line with what they share, then promise and measurement of every drafter that was simulated."""
+    """One row per record under a line with what they share, then promise and measurement of every drafter that was
+    simulated.
+    """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("method")
     table.add_column("acceptance length", justify="right")
@@ -41,13 +43,22 @@ def evaluation_table(records: Sequence[EvaluationRecord]) -> RenderableType:
     return Group(
         Text(shared_conditions(records), style="bold"),
         table,
-        *(line for name, record in zip(names, records, strict=True) if (line := _simulated_beside_measured(name, record)) is not None),
-        Text("Acceptance length: tokens per target pass, bonus token counted. Ranges: 95 % bootstrap over prompts.", style="dim"),
+        *(
+            line
+            for name, record in zip(names, records, strict=True)
+            if (line := _simulated_beside_measured(name, record)) is not None
+        ),
+        Text(
+            "Acceptance length: tokens per target pass, bonus token counted. Ranges: 95 % bootstrap over prompts.",
+            style="dim",
+        ),
     )
 
 
 def _cells(name: str, record: EvaluationRecord) -> tuple[Text, ...]:
-    same = {None: Text(MISSING), True: Text("yes", style="green"), False: Text("NO", style="bold red")}[record.output_identical]
+    same = {None: Text(MISSING), True: Text("yes", style="green"), False: Text("NO", style="bold red")}[
+        record.output_identical
+    ]
     return (
         Text(name),
         _with_interval(record.acceptance_length, record.acceptance_length_interval),
@@ -78,12 +89,19 @@ def _simulated_beside_measured(name: str, record: EvaluationRecord) -> Text | No
 
 
 def policy_rows(records: Sequence[EvaluationRecord]) -> Iterator[dict[str, Any]]:
-    """A row per batch size and policy, where several policies were measured under the same conditions; the fastest of each is marked."""
+    """A row per batch size and policy, where several policies were measured under the same conditions; the fastest of
+    each is marked.
+    """
     groups: dict[tuple[object, ...], list[EvaluationRecord]] = defaultdict(list)
     for record in records:
         if record.is_drafter:
             groups[
-                record.method, record.suite, record.engine, record.num_speculative_tokens, record.temperature, record.concurrency
+                record.method,
+                record.suite,
+                record.engine,
+                record.num_speculative_tokens,
+                record.temperature,
+                record.concurrency,
             ].append(record)
     compared = [group for group in groups.values() if len({record.draft_policy for record in group}) > 1]
     for group in sorted(compared, key=lambda group: (group[0].suite, group[0].temperature, group[0].concurrency)):

@@ -1,5 +1,5 @@
-"""Repairs of vLLM's CPU build 0.32.0, for tests alone. Python imports this by itself in every process whose PYTHONPATH holds this folder,
-vLLM's workers included. Nothing here is needed, or applied, on a GPU.
+"""Repairs of vLLM's CPU build 0.32.0, for tests alone. Python imports this by itself in every process whose PYTHONPATH
+holds this folder, vLLM's workers included. Nothing here is needed, or applied, on a GPU.
 
 Each repair waits for the module that it mends: a process that does not import it pays nothing.
 """
@@ -22,8 +22,9 @@ def repairs(module):
 
 @repairs("vllm.v1.sample.rejection_sampler")
 def sampling_parameters_of_drafted_positions(module):
-    """At temperature > 0 with speculation every position needs its request's temperature and top-p. The CPU version of this function
-    writes them into a copy of another type, so the positions keep whatever the memory held, and tokens are drawn from a wrong distribution."""
+    """At temperature > 0 with speculation every position needs its request's temperature and top-p. The CPU version of
+    this function writes them into a copy of another type, so the positions keep whatever the memory held, and tokens
+    are drawn from a wrong distribution."""
     import torch
 
     def expand_batch_to_tokens(x, cu_num_tokens, num_tokens, replace_from=0, replace_to=0):
@@ -35,8 +36,8 @@ def sampling_parameters_of_drafted_positions(module):
 
 @repairs("vllm.model_executor.models.qwen3_dflash")
 def context_key_norms_of_block_drafters(module):
-    """Keys of the context are normalised for all layers at once, each with its own gains. The CPU kernel takes the first layer's for all,
-    so drafters of several layers draft worse than they are."""
+    """Keys of the context are normalised for all layers at once, each with its own gains. The CPU kernel takes the
+    first layer's for all, so drafters of several layers draft worse than they are."""
     import torch
 
     def normalize(self, keys):  # [layers, tokens, heads, head size]
@@ -49,7 +50,9 @@ def context_key_norms_of_block_drafters(module):
 
 @repairs("vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector")
 def hidden_states_connector_without_cuda(module):
-    """vLLM's own connector copies on a CUDA stream into pinned memory, and asks for a cache layout that CPUs do not have."""
+    """vLLM's own connector copies on a CUDA stream into pinned memory, and asks for a cache layout that CPUs do not
+    have.
+    """
 
     class Event:
         record = synchronize = lambda self, *args: None
@@ -57,7 +60,9 @@ def hidden_states_connector_without_cuda(module):
 
     def submit(self, pending):
         slots = [block * self._block_size + offset for block in pending.block_ids for offset in range(self._block_size)]
-        states = module.extract_from_kv_cache(self._kv_cache, module.torch.tensor(slots), len(pending.token_ids)).contiguous()
+        states = module.extract_from_kv_cache(
+            self._kv_cache, module.torch.tensor(slots), len(pending.token_ids)
+        ).contiguous()
         self._req_copy_events[pending.req_id] = Event()
         lock = self._lock_fds.pop(pending.req_id)
         self._write_tensors({"hidden_states": states, "token_ids": pending.token_ids}, Event(), pending.filename, lock)
@@ -67,7 +72,8 @@ def hidden_states_connector_without_cuda(module):
 
 
 if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
-    # vLLM's second model runner is written in Triton, which has no CPU backend here: its interpreter runs the kernels, slowly.
+    # vLLM's second model runner is written in Triton, which has no CPU backend here: its interpreter runs the kernels,
+    # slowly.
     os.environ["TRITON_INTERPRET"] = "1"
     os.environ.setdefault("TRITON_DEFAULT_BACKEND", "cpu")
 
