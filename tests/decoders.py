@@ -12,7 +12,7 @@ from tiny import tiny_target, tiny_tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from spectrain.decoding.proposers import Proposal
+from spectrain.decoding.proposers import Observation, Proposal
 from spectrain.decoding.sampling import SamplingParams, sample, truncated_log_probs
 from spectrain.target.families import head_math
 from spectrain.target.model import TargetModel
@@ -47,6 +47,8 @@ class PrefixProposer:
     observes.
     """
 
+    reads_last_hidden = False
+
     def __init__(self, draft: Callable[[list[int], int], list[int]], taps: tuple[int, ...] = ()) -> None:
         self.draft = draft
         self.taps = taps
@@ -57,10 +59,11 @@ class PrefixProposer:
         self.seen.extend(rows)
         return list(rows)
 
-    def observe(self, cache: Any, ids_BT: Tensor, taps_BTAH: Tensor | None, lengths_B: Tensor) -> None:
-        assert len(cache) == len(ids_BT) == len(lengths_B)
+    def observe(self, cache: Any, observation: Observation) -> None:
+        lengths_B, taps_BTAH = observation.lengths_B, observation.taps_BTAH
+        assert len(cache) == len(observation.ids_BT) == len(lengths_B)
         for b, (ids, taps) in enumerate(cache):
-            ids.extend(ids_BT[b, : lengths_B[b]].tolist())
+            ids.extend(observation.ids_BT[b, : lengths_B[b]].tolist())
             if taps_BTAH is not None:
                 taps.append(taps_BTAH[b, : lengths_B[b]].clone())
 
@@ -79,6 +82,7 @@ class BigramProposer:
     """Drafts from a table: row v of ``logits_VV`` is the drafter's prediction after token v."""
 
     taps: tuple[int, ...] = ()
+    reads_last_hidden = False
 
     def __init__(self, logits_VV: Tensor) -> None:
         self.logits_VV = logits_VV
@@ -86,8 +90,8 @@ class BigramProposer:
     def new_cache(self, batch_size: int) -> int:
         return batch_size
 
-    def observe(self, cache: int, ids_BT: Tensor, taps_BTAH: Tensor | None, lengths_B: Tensor) -> None:
-        assert cache == len(ids_BT)
+    def observe(self, cache: int, observation: Observation) -> None:
+        assert cache == len(observation.ids_BT)
 
     def propose(
         self,

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ from torch import Tensor
 
 from spectrain.decoding.acceptance import Round
 from spectrain.decoding.draft_policy import DraftPolicy
-from spectrain.decoding.proposers import Proposal, Proposer
+from spectrain.decoding.proposers import Observation, Proposal, Proposer
 from spectrain.decoding.sampling import GREEDY, SamplingParams
 from spectrain.decoding.verify import Verdict, verify
 from spectrain.target.cpu_kernels import cpu_attention
@@ -205,7 +206,7 @@ class _Batch:
             with self._timed("verify_s"):
                 ids_BT, output, counts = self._verify(proposal)
             with self._timed("draft_s"):
-                self._observe(ids_BT, output.taps_BSAH, counts)
+                self._observe(ids_BT, output, counts)
             self.timing.rounds += 1
 
     def _prefill(self) -> None:
@@ -222,7 +223,7 @@ class _Batch:
             row.commit([token], self.settings.eos_ids)
         self._report(len(self.rows))
         self.cache.keep(lengths)
-        self._observe(ids_BT, output.taps_BSAH, lengths)
+        self._observe(ids_BT, output, lengths)
 
     def _propose(self) -> Proposal:
         anchor_B = torch.tensor([row.answer[-1] for row in self.rows], device=self.target.device)
@@ -286,23 +287,21 @@ class _Batch:
         logits_BmV[real_Bm] = logits_RV
         return logits_BmV
 
-    def _observe(self, ids_BT: Tensor, taps_BTAH: Tensor | None, counts: list[int]) -> None:
+    def _observe(self, ids_BT: Tensor, output: TargetOutput, counts: list[int]) -> None:
         """Let finished rows go, then show the proposer what the others committed."""
         alive = [b for b, row in enumerate(self.rows) if not row.finish_reason]
+        rows: Any = slice(None)
         if len(alive) < len(self.rows):
             self.rows = [self.rows[b] for b in alive]
             counts = [counts[b] for b in alive]
-            index = torch.tensor(alive, dtype=torch.long, device=ids_BT.device)
-            ids_BT, taps_BTAH = ids_BT[index], None if taps_BTAH is None else taps_BTAH[index]
+            rows = torch.tensor(alive, dtype=torch.long, device=ids_BT.device)
             if alive:
                 self.cache.select(alive)
-                self.draft_cache = None if self.proposer is None else self.proposer.select(self.draft_cache, index)
+                self.draft_cache = None if self.proposer is None else self.proposer.select(self.draft_cache, rows)
         if self.proposer is not None and alive:
-            longest = max(counts)
-            shown_taps = None if taps_BTAH is None else taps_BTAH[:, :longest]
-            self.proposer.observe(
-                self.draft_cache, ids_BT[:, :longest], shown_taps, torch.tensor(counts, device=ids_BT.device)
-            )
+            lengths_B = torch.tensor(counts, device=ids_BT.device)
+            seen = Observation.of_pass(self.target, self.proposer, ids_BT, output, lengths_B)
+            self.proposer.observe(self.draft_cache, seen.part(rows, slice(max(counts)), lengths_B))
 
     def _report(self, tokens: int) -> None:
         if self.settings.on_tokens is not None:

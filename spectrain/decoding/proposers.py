@@ -9,7 +9,7 @@ Legend: B batch, T tokens, A taps, H hidden, n draft tokens, V vocabulary of the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from spectrain.decoding.sampling import SamplingParams
 from spectrain.errors import ConfigError
+from spectrain.target.model import TargetModel, TargetOutput
 
 
 @dataclass(frozen=True)
@@ -40,24 +41,59 @@ class Proposal:
     lengths: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class Observation:
+    """Verified tokens of a batch of texts, in text order, and what the target computed at their positions.
+
+    Rows are padded on the right; ``lengths_B`` says how many tokens of each are real. What a proposer does not ask for
+    is ``None``: taps (``Proposer.taps``), the last hidden state after the target's final norm
+    (``Proposer.reads_last_hidden``), and the target's own keys and values of named layers, which nothing asks for yet.
+    """
+
+    ids_BT: Tensor
+    lengths_B: Tensor
+    taps_BTAH: Tensor | None = None
+    last_hidden_BTH: Tensor | None = None
+    target_kv: Mapping[int, tuple[Tensor, Tensor]] | None = None  # layer -> keys and values [B, G, T, d]
+
+    @classmethod
+    def of_pass(
+        cls, target: TargetModel, proposer: Proposer, ids_BT: Tensor, output: TargetOutput, lengths_B: Tensor
+    ) -> Observation:
+        """What ``proposer`` asks for of one pass of the target over ``ids_BT``."""
+        normed = target.post_norm(output.last_hidden_BSH) if proposer.reads_last_hidden else None
+        return cls(ids_BT, lengths_B, output.taps_BSAH, normed)
+
+    def part(
+        self, rows: Any = slice(None), positions: slice = slice(None), lengths_B: Tensor | None = None
+    ) -> Observation:
+        """These rows and positions; ``lengths_B``: of what is left, as before where it is not given."""
+        taps, hidden = self.taps_BTAH, self.last_hidden_BTH
+        return Observation(
+            self.ids_BT[rows][:, positions],
+            self.lengths_B[rows] if lengths_B is None else lengths_B,
+            None if taps is None else taps[rows][:, positions],
+            None if hidden is None else hidden[rows][:, positions],
+        )
+
+
 class Proposer(Protocol):
     """Drafts for a batch of texts.
 
     taps: the taps of the target that ``observe`` reads, ascending; empty when it needs none.
+    reads_last_hidden: whether it also reads the target's last hidden state, after the final norm.
     The cache is the proposer's own; ``observe`` changes it in place, ``propose`` leaves no trace in it.
     """
 
     taps: tuple[int, ...]
+    reads_last_hidden: bool
 
     def new_cache(self, batch_size: int) -> Any:
         """State for a batch of texts of which nothing has been seen yet."""
         ...
 
-    def observe(self, cache: Any, ids_BT: Tensor, taps_BTAH: Any, lengths_B: Tensor) -> None:
-        """Verified tokens and the target's taps at the same positions (``None`` where no taps are read), in text order.
-
-        Rows are padded on the right; ``lengths_B`` says how many tokens of each are real.
-        """
+    def observe(self, cache: Any, observation: Observation) -> None:
+        """Take in verified tokens and what the target computed there."""
         ...
 
     def propose(
@@ -91,6 +127,7 @@ class NGramProposer:
     """
 
     taps: tuple[int, ...] = ()
+    reads_last_hidden = False
 
     def __init__(self, ngram_max: int = 4, ngram_min: int = 2) -> None:
         if not 1 <= ngram_min <= ngram_max:
@@ -101,8 +138,9 @@ class NGramProposer:
     def new_cache(self, batch_size: int) -> list[list[int]]:
         return [[] for _ in range(batch_size)]
 
-    def observe(self, cache: list[list[int]], ids_BT: Tensor, taps_BTAH: Any, lengths_B: Tensor) -> None:
-        for text, ids, length in zip(cache, ids_BT.tolist(), lengths_B.tolist(), strict=True):
+    def observe(self, cache: list[list[int]], observation: Observation) -> None:
+        rows = zip(cache, observation.ids_BT.tolist(), observation.lengths_B.tolist(), strict=True)
+        for text, ids, length in rows:
             text.extend(ids[:length])
 
     def propose(

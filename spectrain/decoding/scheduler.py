@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from spectrain.decoding.confidence import survival
-from spectrain.decoding.proposers import Proposer
+from spectrain.decoding.proposers import Observation, Proposer
 from spectrain.decoding.sampling import GREEDY
 from spectrain.decoding.verify import verify
 from spectrain.target.cpu_kernels import cpu_attention
@@ -154,15 +154,16 @@ class _Bench:
         """Drafting n tokens in so many rows, and observing one token of each."""
         ids_BT = self.ids_BT[:rows, :CONTEXT_TOKENS]
         lengths = [CONTEXT_TOKENS] * rows
-        taps_BTAH = open_cache(self.target, rows).forward(ids_BT, lengths, self.proposer.taps).taps_BSAH
+        output = open_cache(self.target, rows).forward(ids_BT, lengths, self.proposer.taps)
+        lengths_B = torch.tensor(lengths, device=ids_BT.device)
+        seen = Observation.of_pass(self.target, self.proposer, ids_BT, output, lengths_B)
         cache = self.proposer.new_cache(rows)
-        self.proposer.observe(cache, ids_BT, taps_BTAH, torch.tensor(lengths, device=ids_BT.device))
-        ones_B = torch.ones(rows, dtype=torch.long, device=ids_BT.device)
-        one_tap = None if taps_BTAH is None else taps_BTAH[:, -1:]
+        self.proposer.observe(cache, seen)
+        last = seen.part(positions=slice(CONTEXT_TOKENS - 1, None), lengths_B=torch.ones_like(lengths_B))
 
         def step() -> None:
             self.proposer.propose(cache, ids_BT[:, -1], self.n, GREEDY, None)
-            self.proposer.observe(cache, ids_BT[:, -1:], one_tap, ones_B)
+            self.proposer.observe(cache, last)
 
         return self._median_s(step)
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from spectrain.config.drafter_schema import LOSS_NAMES, LossConfig
 from spectrain.data.packing import PackedBatch
 from spectrain.data.vocab import DraftVocab
-from spectrain.decoding.proposers import Proposal
+from spectrain.decoding.proposers import Observation, Proposal
 from spectrain.decoding.sampling import SamplingParams
 from spectrain.drafters.foreign_checkpoints import Copies
 from spectrain.drafters.layers import LayerShape
@@ -75,6 +75,7 @@ class Drafter(nn.Module, ABC):
     vocab: DraftVocab
     body: Any
     copies: Copies | None = None  # matrices of its target that came with its weights, until they are compared
+    reads_last_hidden = False  # the target's last hidden state, after its final norm, beside the taps
     temperatures: tuple[float, ...] = ()  # calibration of a confidence head, one a slot; empty: none
     draft_ids_D: Tensor
     target_to_draft_V: Tensor
@@ -187,7 +188,7 @@ class Drafter(nn.Module, ABC):
     def new_cache(self, batch_size: int) -> Any: ...
 
     @abstractmethod
-    def observe(self, cache: Any, ids_BT: Tensor, taps_BTAH: Tensor | None, lengths_B: Tensor) -> None:
+    def observe(self, cache: Any, observation: Observation) -> None:
         """Take in verified tokens and the target's taps at the same positions. Rows are padded on the right; row b has
         ``lengths_B[b]``.
         """

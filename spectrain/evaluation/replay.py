@@ -16,6 +16,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from spectrain.decoding.proposers import Observation
 from spectrain.decoding.sampling import GREEDY, SamplingParams
 from spectrain.drafters.base import Drafter
 from spectrain.target.model import TargetModel
@@ -49,6 +50,10 @@ class Text:
         taps_1SAH = self._output[1]
         return None if taps_1SAH is None or not ids else taps_1SAH[:, :, [self.tap_ids.index(tap) for tap in ids]]
 
+    def post_norm(self) -> Tensor:
+        """The target's last hidden states [1, S, H], after its final norm."""
+        return self.target.post_norm(self._output[0])
+
     def target_logits(self, position: int) -> Tensor:
         """The target's logits [V] of the token after ``position``."""
         return self.target.logits(self._output[0][0, position]).float()
@@ -64,6 +69,7 @@ class Follower:
     def __init__(self, drafter: Drafter, text: Text, taps_1SAH: Tensor | None, n: int) -> None:
         self._drafter = drafter
         self._taps_1SAH = taps_1SAH
+        self._last_hidden_1SH = text.post_norm() if drafter.reads_last_hidden else None
         self._n = n
         self._ids_1S = torch.tensor([text.ids], device=text.target.device)
         self._cache = drafter.new_cache(1)
@@ -94,7 +100,12 @@ class Follower:
         """The anchor itself is committed, but its own taps do not exist when its drafts are made."""
         if anchor > self._seen:
             part = slice(self._seen, anchor)
-            taps = None if self._taps_1SAH is None else self._taps_1SAH[:, part]
-            lengths_1 = torch.tensor([anchor - self._seen], device=self._ids_1S.device)
-            self._drafter.observe(self._cache, self._ids_1S[:, part], taps, lengths_1)
+            taps_1SAH, hidden_1SH = self._taps_1SAH, self._last_hidden_1SH
+            observation = Observation(
+                ids_BT=self._ids_1S[:, part],
+                lengths_B=torch.tensor([anchor - self._seen], device=self._ids_1S.device),
+                taps_BTAH=None if taps_1SAH is None else taps_1SAH[:, part],
+                last_hidden_BTH=None if hidden_1SH is None else hidden_1SH[:, part],
+            )
+            self._drafter.observe(self._cache, observation)
             self._seen = anchor

@@ -127,14 +127,18 @@ class TargetModel:
             )
         return TargetOutput(record.last_hidden_BSH, record.taps_BSAH, past_key_values)
 
+    @torch.no_grad()
+    def post_norm(self, last_hidden: torch.Tensor) -> torch.Tensor:
+        """Last hidden states [..., H] after the model's own final norm."""
+        return self._final_norm(last_hidden.to(self.device, self.dtype))
+
     @torch.no_grad()  # not inference_mode: its tensors could never enter a training graph
     def logits(self, last_hidden: torch.Tensor) -> torch.Tensor:
         """Float32 logits [..., V] of pre-final-norm states [..., H], by the model's own norm and lm_head.
 
         Costs V floats a position: select the positions first.
         """
-        normed = self._final_norm(last_hidden.to(self.device, self.dtype))
-        return self._math.transform_logits(self._lm_head(normed))
+        return self._math.transform_logits(self._lm_head(self.post_norm(last_hidden)))
 
     @contextmanager
     def _recording(self, shape: torch.Size, tap_ids: Sequence[int]) -> Iterator[_Recorder]:

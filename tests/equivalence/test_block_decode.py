@@ -23,7 +23,7 @@ from block_tools import (
 from drafter_tools import HIDDEN, VOCAB, random_head
 from torch import Tensor
 
-from spectrain.decoding.proposers import Proposal
+from spectrain.decoding.proposers import Observation, Proposal
 from spectrain.decoding.sampling import GREEDY, SamplingParams, truncated_log_probs
 from spectrain.drafters.block.block_drafter import BlockDrafter
 
@@ -55,7 +55,7 @@ class Texts:
         for b, (start, count) in enumerate(zip(first, counts, strict=True)):
             ids_BT[b, :count] = self.ids[b][start : start + count]
             taps_BTAH[b, :count] = self.taps[b][start : start + count]
-        drafter.observe(cache, ids_BT, taps_BTAH, torch.tensor(counts))
+        drafter.observe(cache, Observation(ids_BT, torch.tensor(counts), taps_BTAH))
 
     @property
     def anchors(self) -> Tensor:
@@ -170,7 +170,7 @@ def test_nothing_behind_the_anchor_leaks(options: BlockOptions) -> None:
         torch.full((1, 20, len(options.taps), HIDDEN), 5.0, dtype=torch.float64),
     )
     taps[0, :8] = texts.taps[0][:8]
-    drafter.observe(scratch, ids, taps, torch.tensor([8]))
+    drafter.observe(scratch, Observation(ids, torch.tensor([8]), taps))
     for found in (cache, scratch):
         assert torch.equal(draw(drafter, found, texts.anchors).log_probs, sampling)
     other.taps[0][7] += 1e-3
@@ -242,7 +242,7 @@ def test_what_cannot_be_drafted_is_refused() -> None:
     with pytest.raises(ValueError, match="4 drafts, 5 were asked for"):
         drafter.propose(filled(drafter, texts), texts.anchors, 5, GREEDY)
     with pytest.raises(ValueError, match="taps"):
-        drafter.observe(drafter.new_cache(1), torch.zeros(1, 2, dtype=torch.long), None, torch.tensor([2]))
+        drafter.observe(drafter.new_cache(1), Observation(torch.zeros(1, 2, dtype=torch.long), torch.tensor([2])))
     with pytest.raises(ValueError, match="generator"):
         drafter.propose(filled(drafter, texts), texts.anchors, 2, SAMPLED)
 

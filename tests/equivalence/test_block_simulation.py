@@ -24,6 +24,7 @@ from spectrain.data.hidden_states import TargetStates
 from spectrain.data.packing import pack_batch
 from spectrain.data.vocab import build_vocab
 from spectrain.decoding.loop import GenerationResult, speculative_generate
+from spectrain.decoding.proposers import Observation
 from spectrain.decoding.sampling import GREEDY, SamplingParams, truncated_log_probs
 from spectrain.drafters.block.block_drafter import BlockDrafter
 from spectrain.drafters.build import build_drafter
@@ -163,7 +164,9 @@ def test_a_slot_stands_with_one_minus_the_distance_of_the_distributions(
     for text in prompts(3, seed=4):
         seen = capture(setting.target, text[:-1], text[-1:], TAPS, "seen", "train")
         cache, observed = setting.drafter.new_cache(1), len(text) - 1
-        setting.drafter.observe(cache, torch.tensor([text[:-1]]), seen.taps[None, :observed], torch.tensor([observed]))
+        setting.drafter.observe(
+            cache, Observation(torch.tensor([text[:-1]]), torch.tensor([observed]), seen.taps[None, :observed])
+        )
         streams = (torch.Generator().manual_seed(seed) for seed in range(100))
         proposals = (
             setting.drafter.propose(cache, torch.tensor(text[-1:]), 2, sampling, [stream]) for stream in streams

@@ -21,7 +21,7 @@ from drafter_tools import (
 )
 from torch import Tensor
 
-from spectrain.decoding.proposers import Proposal
+from spectrain.decoding.proposers import Observation, Proposal
 from spectrain.decoding.sampling import GREEDY, SamplingParams
 from spectrain.drafters.autoregressive.eagle3_drafter import Eagle3
 
@@ -48,7 +48,7 @@ class Texts:
         for b, (start, count) in enumerate(zip(first, counts, strict=True)):
             ids_BT[b, :count] = self.ids[b][start : start + count]
             taps_BTAH[b, :count] = self.taps[b][start : start + count]
-        drafter.observe(cache, ids_BT, taps_BTAH, torch.tensor(counts))
+        drafter.observe(cache, Observation(ids_BT, torch.tensor(counts), taps_BTAH))
 
     @property
     def anchors(self) -> Tensor:
@@ -181,7 +181,7 @@ def test_training_and_decoding_agree_without_the_reference(options: Options) -> 
     ids = states.input_ids.long()
     for t in (2, 4):
         cache = drafter.new_cache(1)
-        drafter.observe(cache, ids[None, : t + 1], states.taps[None, : t + 1], torch.tensor([t + 1]))
+        drafter.observe(cache, Observation(ids[None, : t + 1], torch.tensor([t + 1]), states.taps[None, : t + 1]))
         proposal = draw(drafter, cache, ids[t + 1][None], n=1)
         logits = found[t, 0] @ drafter.lm_head_DH.T
         kept = drafter.vocab.ids_D
@@ -208,9 +208,10 @@ def test_what_is_missing_is_said() -> None:
     with pytest.raises(RuntimeError, match="observe"):
         drafter.propose(drafter.new_cache(1), torch.tensor([1]), 2, GREEDY)
     with pytest.raises(ValueError, match="taps"):
-        drafter.observe(drafter.new_cache(1), torch.tensor([[1]]), None, torch.tensor([1]))
+        drafter.observe(drafter.new_cache(1), Observation(torch.tensor([[1]]), torch.tensor([1])))
     cache = drafter.new_cache(1)
-    drafter.observe(cache, torch.tensor([[1]]), torch.zeros(1, 1, 3, HIDDEN, dtype=torch.float64), torch.tensor([1]))
+    taps = torch.zeros(1, 1, 3, HIDDEN, dtype=torch.float64)
+    drafter.observe(cache, Observation(torch.tensor([[1]]), torch.tensor([1]), taps))
     with pytest.raises(ValueError, match="generator"):
         drafter.propose(cache, torch.tensor([1]), 2, SAMPLED)
     detached = type(drafter)(drafter.shape, drafter.vocab)

@@ -25,6 +25,7 @@ from spectrain.data.packing import pack_batch
 from spectrain.data.vocab import build_vocab
 from spectrain.decoding.acceptance import Round
 from spectrain.decoding.loop import GenerationResult, speculative_generate
+from spectrain.decoding.proposers import Observation
 from spectrain.decoding.sampling import GREEDY, SamplingParams, truncated_log_probs
 from spectrain.drafters.autoregressive.eagle3_drafter import Eagle3
 from spectrain.drafters.build import build_drafter
@@ -115,7 +116,9 @@ def draft_sampling(setting: Setting, ids: list[int], taps: Tensor, sampling: Sam
     """The drafter's distribution [V] of the token behind ``ids``, whose last token is the anchor."""
     cache = setting.drafter.new_cache(1)
     observed = len(ids) - 1
-    setting.drafter.observe(cache, torch.tensor([ids[:-1]]), taps[None, :observed], torch.tensor([observed]))
+    setting.drafter.observe(
+        cache, Observation(torch.tensor([ids[:-1]]), torch.tensor([observed]), taps[None, :observed])
+    )
     proposal = setting.drafter.propose(cache, torch.tensor([ids[-1]]), 1, sampling, [torch.Generator().manual_seed(0)])
     assert proposal.log_probs is not None
     return proposal.log_probs[0, 0].exp()

@@ -1,4 +1,5 @@
-"""The order of the packages, and what keeps a newcomer from getting lost: one name a module, files of a readable length, help for every key.
+"""The order of the packages, and what keeps a newcomer from getting lost: one name a module, files of a readable
+length, help for every key.
 
 docs/architecture.md says why the order is what it is.
 """
@@ -42,7 +43,9 @@ def test_every_package_has_its_place_in_the_order():
     assert {package_of(path.parts) for path in MODULES} - {"__init__", "__main__"} <= set(ORDER)
 
 
-@pytest.mark.parametrize("path", [path for path in MODULES if path.parts[0] not in ("__init__.py", "__main__.py")], ids=str)
+@pytest.mark.parametrize(
+    "path", [path for path in MODULES if path.parts[0] not in ("__init__.py", "__main__.py")], ids=str
+)
 def test_imports_point_to_the_left(path):
     own = package_of(path.parts)
     allowed = {*takewhile(lambda name: name != own, ORDER), own}

@@ -12,6 +12,7 @@ from block_tools import BLOCK_VARIANTS, DFLASH2, DSPARK, BlockOptions, block_ten
 from drafter_tools import HIDDEN, VOCAB
 from safetensors.torch import load_file, save_file
 
+from spectrain.decoding.proposers import Observation
 from spectrain.decoding.sampling import GREEDY, SamplingParams
 from spectrain.drafters.block.block_drafter import BlockDrafter
 from spectrain.drafters.drafter_folder import load_drafter, read_method, read_shape, save_drafter
@@ -53,7 +54,7 @@ def test_saved_and_loaded_is_the_same_bits(tmp_path: Path, options: BlockOptions
     proposals = []
     for one in (drafter, found):
         cache = one.new_cache(2)
-        one.observe(cache, torch.zeros(2, 7, dtype=torch.long), taps, torch.tensor([7, 5]))
+        one.observe(cache, Observation(torch.zeros(2, 7, dtype=torch.long), torch.tensor([7, 5]), taps))
         streams = [torch.Generator().manual_seed(b) for b in range(2)]
         proposals.append(one.propose(cache, torch.tensor([1, 2]), 4, SamplingParams(temperature=1.0), streams))
     assert torch.equal(proposals[0].log_probs, proposals[1].log_probs) and torch.equal(
@@ -280,7 +281,7 @@ def test_greedy_drafts_survive_bfloat16_storage(tmp_path: Path) -> None:
     found.attach(drafter.head.float())
     taps = torch.randn(1, 100, 3, HIDDEN, generator=torch.Generator().manual_seed(0))
     cache = found.new_cache(1)
-    found.observe(cache, torch.zeros(1, 100, dtype=torch.long), taps, torch.tensor([100]))
+    found.observe(cache, Observation(torch.zeros(1, 100, dtype=torch.long), torch.tensor([100]), taps))
     assert found.propose(cache, torch.tensor([3]), 4, GREEDY).ids.shape == (1, 4)
     positions = torch.tensor([100.0])
     assert torch.equal(found.rotary.cos_sin(positions)[0], drafter.rotary.cos_sin(positions)[0])

@@ -25,6 +25,7 @@ from drafter_tools import (
 from safetensors.torch import load_file, save_file
 
 from spectrain import files
+from spectrain.decoding.proposers import Observation
 from spectrain.decoding.sampling import GREEDY, SamplingParams
 from spectrain.drafters.autoregressive.eagle3_drafter import Eagle3
 from spectrain.drafters.drafter_folder import load_drafter, save_drafter, weights_digest
@@ -71,7 +72,7 @@ def test_saved_and_loaded_is_the_same_bits(tmp_path: Path, options: Options, dty
     distributions = []
     for one in (drafter, found):
         cache = one.new_cache(2)
-        one.observe(cache, ids, taps, torch.tensor([7, 5]))
+        one.observe(cache, Observation(ids, torch.tensor([7, 5]), taps))
         proposal = one.propose(
             cache,
             torch.tensor([1, 2]),
@@ -350,7 +351,7 @@ def test_greedy_drafts_survive_the_folder(tmp_path: Path) -> None:
     proposals = []
     for one in (drafter, found):
         cache = one.new_cache(1)
-        one.observe(cache, torch.tensor([[4, 9]]), torch.ones(1, 2, 1, HIDDEN), torch.tensor([2]))
+        one.observe(cache, Observation(torch.tensor([[4, 9]]), torch.tensor([2]), torch.ones(1, 2, 1, HIDDEN)))
         proposals.append(one.propose(cache, torch.tensor([3]), 5, GREEDY).ids[0].tolist())
     assert proposals[0] == proposals[1]
     assert set(proposals[0]) <= set(drafter.vocab.ids_D.tolist())

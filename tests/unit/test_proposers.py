@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from spectrain.decoding.proposers import NGramProposer
+from spectrain.decoding.proposers import NGramProposer, Observation
 from spectrain.decoding.sampling import GREEDY
 from spectrain.errors import ConfigError
 
@@ -38,7 +38,7 @@ def test_the_longest_match_wins_then_the_most_recent():
 def test_rows_draft_their_own_counts_and_drafting_leaves_no_trace():
     proposer = NGramProposer(2, 1)
     cache = proposer.new_cache(3)
-    proposer.observe(cache, torch.tensor([[5, 6, 5], [1, 2, 0], [4, 4, 0]]), None, torch.tensor([3, 2, 1]))
+    proposer.observe(cache, Observation(torch.tensor([[5, 6, 5], [1, 2, 0], [4, 4, 0]]), torch.tensor([3, 2, 1])))
     anchors = torch.tensor([6, 3, 4])
     first, second = proposer.propose(cache, anchors, 3, GREEDY), proposer.propose(cache, anchors, 3, GREEDY)
     assert first.log_probs is None

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from spectrain.decoding.proposers import Observation
 from spectrain.drafters.autoregressive.eagle3 import Eagle3Body
 from spectrain.drafters.drafter_cache import KeyValueCache
 from spectrain.drafters.layers import Rotary
@@ -33,16 +34,13 @@ def new_cache(body: Eagle3Body, batch_size: int) -> AutoregressiveCache:
 
 
 def observe(
-    body: Eagle3Body,
-    rotary: Rotary,
-    head: TargetHead,
-    cache: AutoregressiveCache,
-    ids_BT: Tensor,
-    taps_BTAH: Tensor,
-    lengths_B: Tensor,
+    body: Eagle3Body, rotary: Rotary, head: TargetHead, cache: AutoregressiveCache, observation: Observation
 ) -> None:
     """Verified tokens and their taps become step-0 columns; the last one's feature waits for its next token."""
-    feature_BTH = body.fuse(taps_BTAH)
+    if observation.taps_BTAH is None:
+        raise ValueError("an EAGLE-3 drafter observes taps of the target")
+    ids_BT, lengths_B = observation.ids_BT, observation.lengths_B
+    feature_BTH = body.fuse(observation.taps_BTAH)
     last_B = (lengths_B - 1).clamp(min=0)
     rows_B = torch.arange(len(ids_BT), device=ids_BT.device)
     if cache.pending_BH is None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from spectrain.config.drafter_schema import LossConfig
 from spectrain.data.packing import PackedBatch
 from spectrain.data.vocab import DraftVocab
-from spectrain.decoding.proposers import Proposal
+from spectrain.decoding.proposers import Observation, Proposal
 from spectrain.decoding.sampling import SamplingParams, sample, truncated_log_probs
 from spectrain.drafters.autoregressive import draft_steps as decode
 from spectrain.drafters.autoregressive.eagle3 import Eagle3Body, Eagle3Shape
@@ -97,12 +97,8 @@ class Eagle3(Drafter):
         return decode.new_cache(self.body, batch_size)
 
     @torch.no_grad()
-    def observe(
-        self, cache: decode.AutoregressiveCache, ids_BT: Tensor, taps_BTAH: Tensor | None, lengths_B: Tensor
-    ) -> None:
-        if taps_BTAH is None:
-            raise ValueError("an EAGLE-3 drafter observes taps of the target")
-        decode.observe(self.body, self.rotary, self.head, cache, ids_BT, taps_BTAH, lengths_B)
+    def observe(self, cache: decode.AutoregressiveCache, observation: Observation) -> None:
+        decode.observe(self.body, self.rotary, self.head, cache, observation)
 
     @torch.no_grad()
     def propose(

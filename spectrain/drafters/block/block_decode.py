@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from spectrain.decoding.proposers import Observation
 from spectrain.drafters.block.block_model import BlockBody
 from spectrain.drafters.block.block_shape import BlockShape
 from spectrain.drafters.drafter_cache import KeyValueCache
@@ -25,17 +26,20 @@ def new_cache(body: BlockBody, batch_size: int) -> KeyValueCache:
     return KeyValueCache(body.shape.layer, body.shape.num_layers, batch_size, body.fc.weight)
 
 
-def observe(body: BlockBody, rotary: Rotary, cache: KeyValueCache, taps_BTAH: Tensor, lengths_B: Tensor) -> None:
-    """Taps of verified tokens become context columns. Columns behind a row's length are scratch, overwritten by the
-    next call.
+def observe(body: BlockBody, rotary: Rotary, cache: KeyValueCache, observation: Observation) -> None:
+    """Taps of verified tokens become context columns. Columns behind a row's length are scratch, overwritten by
+    the next call.
     """
+    taps_BTAH = observation.taps_BTAH
+    if taps_BTAH is None:
+        raise ValueError("a block drafter observes taps of the target")
     rows_B1 = torch.arange(len(taps_BTAH), device=taps_BTAH.device)[:, None]
     positions_BT = cache.columns_B[:, None] + torch.arange(taps_BTAH.shape[1], device=taps_BTAH.device)
     cache.reserve(int(positions_BT.max()) + 1)
     context_BTH, cos_sin = body.fuse(taps_BTAH), rotary.cos_sin(positions_BT)
     for layer, keys, values in zip(body.layers, cache.keys, cache.values, strict=True):
         keys[rows_B1, positions_BT], values[rows_B1, positions_BT] = layer.context_kv(context_BTH, cos_sin)
-    cache.columns_B = cache.columns_B + lengths_B
+    cache.columns_B = cache.columns_B + observation.lengths_B
 
 
 def draft_block(

@@ -19,7 +19,7 @@ from torch import Tensor
 from spectrain.config.drafter_schema import BlockConfig, LossConfig
 from spectrain.data.packing import PackedBatch
 from spectrain.data.vocab import DraftVocab
-from spectrain.decoding.proposers import Proposal
+from spectrain.decoding.proposers import Observation, Proposal
 from spectrain.decoding.sampling import SamplingParams, sample, truncated_log_probs
 from spectrain.drafters.base import Advance, Batches, Drafter, DraftScores
 from spectrain.drafters.block import block_decode as decode
@@ -101,10 +101,8 @@ class BlockDrafter(Drafter):
         return decode.new_cache(self.body, batch_size)
 
     @torch.no_grad()
-    def observe(self, cache: KeyValueCache, ids_BT: Tensor, taps_BTAH: Tensor | None, lengths_B: Tensor) -> None:
-        if taps_BTAH is None:
-            raise ValueError("a block drafter observes taps of the target")
-        decode.observe(self.body, self.rotary, cache, taps_BTAH, lengths_B)
+    def observe(self, cache: KeyValueCache, observation: Observation) -> None:
+        decode.observe(self.body, self.rotary, cache, observation)
 
     @torch.no_grad()
     def propose(
