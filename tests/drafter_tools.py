@@ -25,8 +25,7 @@ from spectrain.data.hidden_states_writer import HiddenStatesWriter
 from spectrain.data.packing import PackedBatch, pack_batch
 from spectrain.data.vocab import DraftVocab, full_vocab
 from spectrain.drafters.autoregressive import eagle3_drafter as drafter_module
-from spectrain.drafters.autoregressive.eagle3 import Eagle3Shape
-from spectrain.drafters.autoregressive.eagle3_drafter import Eagle3
+from spectrain.drafters.autoregressive.eagle3 import Eagle3, Eagle3Shape
 from spectrain.drafters.autoregressive.unroll import Columns
 from spectrain.drafters.layers import LayerShape
 from spectrain.drafters.losses.fused import draft_loss

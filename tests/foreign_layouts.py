@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from spectrain.drafters.base import Drafter
+from spectrain.drafters.drafter import Drafter
 
 Written = tuple[dict[str, Any], dict[str, Tensor]]
 

@@ -28,8 +28,7 @@ from spectrain.data.packing import pack_batch
 from spectrain.data.vocab import DraftVocab, full_vocab
 from spectrain.decoding.loop import GenerationResult, speculative_generate
 from spectrain.decoding.sampling import GREEDY
-from spectrain.drafters.autoregressive.eagle3 import Eagle3Shape
-from spectrain.drafters.autoregressive.eagle3_drafter import Eagle3
+from spectrain.drafters.autoregressive.eagle3 import Eagle3, Eagle3Shape
 from spectrain.drafters.drafter_folder import save_drafter
 from spectrain.drafters.layers import LayerShape
 from spectrain.engines.vllm.args import engine_args, environment

@@ -3,9 +3,9 @@ as it is.
 
 There is no converter between training and serving: parameters carry vLLM's names, every switch whose default differs
 between writers and readers is written out, ids of taps are written unchanged (the residual stream after so many
-layers). Facts of training that a server ignores stand under ``spectrain``. Weights are stored in the type they were
-trained in, so reading a folder gives the same bits. Folders that others wrote are read through ``layouts.py``, which
-turns their layouts into this one.
+layers). What training knows and a server ignores stand under ``spectrain``. Weights are stored in the type they were
+trained in, so reading a folder gives the same bits. Folders that others wrote are read through
+``foreign_checkpoints.py``, which turns their layouts into this one.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, bfloat16, float16, float32, float64
 
 from spectrain.data.vocab import DraftVocab, full_vocab, vocab_from_d2t
-from spectrain.drafters.autoregressive import eagle3_folder as autoregressive_layout
-from spectrain.drafters.base import Drafter, DrafterShape
-from spectrain.drafters.block import block_folder as block_layout
-from spectrain.drafters.foreign_checkpoints import Copies, standard_config, standard_tensors
+from spectrain.drafters.drafter import Drafter, DrafterShape
+from spectrain.drafters.foreign_checkpoints import standard_config, standard_tensors
+from spectrain.drafters.registry import DrafterMethod, find_method, known_method, method_names
+from spectrain.drafters.target_copies import TargetCopies
 from spectrain.errors import InputError
 from spectrain.files import file_digest, recover_folder, replace_folder, write_atomically
 
@@ -31,11 +31,6 @@ WEIGHTS, CONFIG = "model.safetensors", "config.json"
 _DTYPES = (bfloat16, float16, float32, float64)
 # An embedding that stands for the mask token in place of the target's own: vLLM reads it from beside the weights.
 _MASK_EMBEDDING = "mask_embedding.pt"
-# Kind of drafter (speculators_model_type) -> the module that knows its fields, and the name of its architecture.
-_LAYOUTS: dict[str, tuple[Any, str]] = {
-    "eagle3": (autoregressive_layout, autoregressive_layout.ARCHITECTURE),
-    **{method: (block_layout, name) for method, name in block_layout.ARCHITECTURES.items()},
-}
 
 
 def save_drafter(
@@ -45,7 +40,7 @@ def save_drafter(
     target: str,
     target_architectures: tuple[str, ...],
     num_speculative_tokens: int,
-    facts: dict[str, Any] | None = None,
+    metadata: dict[str, Any] | None = None,
 ) -> None:
     """Write the folder atomically: a reader sees the old drafter or the new one, never a mixture.
 
@@ -53,12 +48,12 @@ def save_drafter(
         target: what a server loads beside the drafter when it is given this folder alone (Hub id or folder).
         target_architectures: the target's own, from its config.json.
         num_speculative_tokens: the number of draft tokens a server takes by default.
-        facts: anything to record under ``spectrain`` (scores, step, coverage).
+        metadata: anything to record under ``spectrain`` (scores, step, coverage).
     """
     shape = drafter.shape
-    layout, architecture = _LAYOUTS[drafter.method]
+    method = find_method(drafter.method)
     config = {
-        "architectures": [architecture],
+        "architectures": [method.architecture],
         "speculators_model_type": drafter.method,
         "speculators_config": {
             "algorithm": drafter.method,
@@ -67,10 +62,10 @@ def save_drafter(
             "verifier": {"name_or_path": target, "architectures": list(target_architectures)},
         },
         "draft_vocab_size": shape.draft_vocab_size,
-        "target_hidden_size": shape.layer.hidden_size,
-        **layout.to_config(drafter),
-        "torch_dtype": str(drafter.body.fc.weight.dtype).removeprefix("torch."),
-        "spectrain": {**layout.facts(drafter), **(facts or {})},
+        "target_hidden_size": shape.hidden_size,
+        **method.describe(drafter),
+        "torch_dtype": str(next(drafter.body.parameters()).dtype).removeprefix("torch."),
+        "spectrain": {**method.metadata(drafter), **(metadata or {})},
     }
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.body.state_dict().items()}
     if shape.owns_head:
@@ -83,10 +78,10 @@ def save_drafter(
     replace_folder(folder, fill)
 
 
-def add_metadata(folder: Path, facts: dict[str, Any]) -> None:
+def add_metadata(folder: Path, metadata: dict[str, Any]) -> None:
     """Record more under ``spectrain`` in a folder that is there, in one step; its weights stay as they are."""
     config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    config["spectrain"] = {**config.get("spectrain", {}), **facts}
+    config["spectrain"] = {**config.get("spectrain", {}), **metadata}
     write_atomically(folder / CONFIG, json.dumps(config, indent=2) + "\n")
 
 
@@ -108,7 +103,7 @@ def read_method(folder: str | Path) -> str:
 
 
 def load_drafter(folder: str | Path, usual_taps: Sequence[int] | None = None) -> Drafter:
-    """Read a drafter folder of any layout that ``layouts.py`` knows; weights are bit for bit what was saved.
+    """Read a drafter folder of any layout that ``foreign_checkpoints.py`` knows; weights are bit for bit what was saved.
 
     Call ``attach(head)`` before drafting. ``usual_taps`` as in ``read_shape``.
 
@@ -121,7 +116,7 @@ def load_drafter(folder: str | Path, usual_taps: Sequence[int] | None = None) ->
     shape = _shape_from_config(config, folder)
     tensors = standard_tensors(_read_tensors(folder))
     vocab = _vocab(tensors.pop("d2t", None), shape, folder)
-    copies = Copies.taken_from(tensors, shape.owns_head, str(folder / WEIGHTS))
+    copies = TargetCopies.taken_from(tensors, shape.owns_head, str(folder / WEIGHTS))
     drafter = _build(config, shape, vocab, folder)
     _check_tensors(drafter.body.state_dict(), tensors, folder / WEIGHTS)
     drafter.body.load_state_dict(tensors, assign=True)
@@ -145,21 +140,22 @@ def _read_config(folder: Path, usual_taps: Sequence[int] | None = None) -> dict[
         )
     config = standard_config(config, str(path), usual_taps)
     kind = config.get("speculators_model_type")
-    if str(kind) not in _LAYOUTS:
+    method = known_method(str(kind))
+    if method is None or not method.trainable:
         raise InputError(
-            f"{path}: speculators_model_type is {kind!r}; this version reads {', '.join(_LAYOUTS)} drafters in the "
-            f"speculators layout"
+            f"{path}: speculators_model_type is {kind!r}; this version reads {', '.join(method_names())} drafters in "
+            f"the speculators layout (a kind of your own comes with drafter.module)"
         )
     return config
 
 
-def _layout(config: dict[str, Any]) -> Any:
-    return _LAYOUTS[config["speculators_model_type"]][0]
+def _method(config: dict[str, Any]) -> DrafterMethod:
+    return find_method(config["speculators_model_type"])
 
 
 def _shape_from_config(config: dict[str, Any], folder: Path) -> DrafterShape:
     try:
-        return _layout(config).to_shape(config)
+        return _method(config).read_shape(config)
     except KeyError as error:
         raise InputError(f"{folder / CONFIG}: field {error} is missing") from None
     except (TypeError, ValueError, AttributeError) as error:
@@ -170,11 +166,11 @@ def _shape_from_config(config: dict[str, Any], folder: Path) -> DrafterShape:
 
 def _build(config: dict[str, Any], shape: DrafterShape, vocab: DraftVocab, folder: Path) -> Drafter:
     """The drafter, its weights not yet read."""
-    facts = config.get("spectrain") or {}
+    metadata = config.get("spectrain") or {}
     try:
-        if not isinstance(facts, dict):
-            raise ValueError(f"spectrain is {facts!r}, it must be a section with fields")
-        return _layout(config).build(shape, vocab, facts)
+        if not isinstance(metadata, dict):
+            raise ValueError(f"spectrain is {metadata!r}, it must be a section with fields")
+        return _method(config).read_drafter(shape, vocab, metadata)
     except (TypeError, ValueError, RuntimeError) as error:  # the last for sizes that no machine holds
         raise InputError(
             f"{folder / CONFIG} describes no drafter ({error}): name a folder that fit has written"

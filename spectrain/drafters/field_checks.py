@@ -10,7 +10,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from spectrain.drafters.base import DrafterShape
+    from spectrain.drafters.drafter import DrafterShape
 
 
 def whole(value: Any, name: str, least: int = 1) -> int:

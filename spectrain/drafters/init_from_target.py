@@ -1,11 +1,17 @@
-"""Single decoder layers of a target's checkpoint, for drafters that start from parts of them."""
+"""Parts of a target that a fresh drafter begins with: rows of its head, weights of single decoder layers.
+
+With a few hundred documents, where a drafter begins decides how far it gets. All gains are plain in a drafter, whatever
+the family's convention.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
+from spectrain.drafters.drafter import Drafter
 from spectrain.target.checkpoint import CheckpointReader
 from spectrain.target.head import TargetHead
 
@@ -45,3 +51,11 @@ def copy_weights(
         assert found is not None
         own.copy_(found.float() + offset)
     return True
+
+
+@torch.no_grad()
+def copy_head_rows(drafter: Drafter, head: TargetHead) -> None:
+    """The target's own rows of the draft vocabulary, where the drafter has a head of its own."""
+    if drafter.shape.owns_head:
+        ids_D = drafter.draft_ids_D.to(head.lm_head_weight.device)
+        drafter.body.lm_head.weight.copy_(head.lm_head_weight[ids_D])

@@ -1,19 +1,66 @@
-"""A drafter's decoder layers as a Hugging Face configuration, in both directions: what ``transformer_layer_config`` of
-a folder holds.
+"""A drafter's decoder layers: from the configuration and the target, and as a Hugging Face configuration in both
+directions, which is what ``transformer_layer_config`` of a folder holds.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from spectrain.drafters.base import DrafterShape
+from spectrain.config.drafter_schema import DrafterConfig
 from spectrain.drafters.layers import LayerShape
+from spectrain.errors import ConfigError
+from spectrain.target.spec import TargetSpec
 
 _ROPE_THETA_DEFAULT = 10000.0
+# Frequencies of one plain rotary embedding. Partial and multi-axis settings of a target describe its own heads, not the
+# drafter's.
+_ROPE_KEYS = frozenset(
+    (
+        "rope_type",
+        "rope_theta",
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "short_factor",
+        "long_factor",
+        "truncate",
+    )
+)
 
 
-def to_layer_config(shape: DrafterShape) -> dict[str, Any]:
-    """``vocab_size`` is the target's."""
+def layer_shape(config: DrafterConfig, spec: TargetSpec, layer_type: str) -> LayerShape:
+    """As the target's layers, where the configuration does not say otherwise. ``layer_type``: where it names none."""
+    heads = config.num_attention_heads or spec.num_attention_heads
+    kv_heads = config.num_key_value_heads or min(spec.num_key_value_heads, heads)
+    if heads % kv_heads:
+        raise ConfigError(
+            f"drafter.num_attention_heads={heads} must be a multiple of drafter.num_key_value_heads={kv_heads}"
+        )
+    head_dim = config.head_dim or spec.head_dim
+    if head_dim % 2:
+        raise ConfigError(f"drafter.head_dim={head_dim} must be even: rotary positions turn pairs")
+    rope = {key: value for key, value in spec.rope_parameters.items() if key in _ROPE_KEYS}
+    return LayerShape(
+        layer_type=config.layer_type or layer_type,
+        hidden_size=spec.hidden_size,
+        intermediate_size=config.intermediate_size or spec.intermediate_size,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=spec.rms_norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": _ROPE_THETA_DEFAULT} | rope,
+        max_position_embeddings=spec.max_position_embeddings,
+    )
+
+
+def to_layer_config(shape: Any) -> dict[str, Any]:
+    """Of a shape with ``layer`` and ``num_layers``; ``vocab_size`` is the target's."""
     layer = shape.layer
     return {
         "model_type": layer.layer_type,

@@ -14,19 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from spectrain.drafters.foreign_checkpoints import standard_config
-from spectrain.errors import InputError
+from spectrain.drafters.registry import known_method
+from spectrain.errors import ConfigError, InputError
 from spectrain.files import digest_strings, file_digest
 
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
 _ASK_S = 10.0
-# Methods whose j-th draft does not depend on how many follow it, so that a shorter round is the beginning of a longer
-# one.
-_AUTOREGRESSIVE = frozenset({"eagle3"})
-# What vLLM calls a method that it runs as a variant of another, and what it has to be told besides.
-_VARIANTS: dict[str, dict[str, Any]] = {
-    "peagle": {"method": "eagle3", "parallel_drafting": True},
-    "dflash2": {"method": "dflash"},
-}
 
 
 @dataclass(frozen=True)
@@ -34,11 +27,9 @@ class ServingConfig:
     """A drafter as a server sees it.
 
     path: the folder, or the Hub id. revision: commit of a Hub repository. method: as in the configuration (eagle3,
-    dflash, …).
-    num_speculative_tokens: the number of drafts it asks for. most_tokens: more than so many it cannot draft; None: no
-    limit. target,
-    target_revision: what it was trained for, where that is known. vocab_size, hidden_size, last_tap: of that target;
-    last_tap is the deepest layer whose output is read.
+    dflash, …). num_speculative_tokens: the number of drafts it asks for. most_tokens: more than so many it cannot draft;
+    None: no limit. target, target_revision: what it was trained for, where that is known. vocab_size, hidden_size,
+    last_tap: of that target; last_tap is the deepest layer whose output is read.
     """
 
     path: str
@@ -53,20 +44,29 @@ class ServingConfig:
     last_tap: int | None
 
     @property
-    def autoregressive(self) -> bool:
-        """Whether a shorter round is the beginning of a longer one."""
-        return self.method in _AUTOREGRESSIVE
+    def drafts_step_by_step(self) -> bool:
+        """Whether a shorter round is the beginning of a longer one, and costs its share of it."""
+        method = known_method(self.method)
+        return method is not None and method.drafts_step_by_step
 
     def speculative_config(self, num_speculative_tokens: int | None = None) -> dict[str, Any]:
-        """vLLM's ``speculative_config`` with this drafter. None: the number of drafts that it asks for."""
-        config: dict[str, Any] = {"model": self.path, "method": self.method, **_VARIANTS.get(self.method, {})}
+        """vLLM's ``speculative_config`` with this drafter. None: the number of drafts that it asks for.
+
+        Raises ConfigError for a kind of drafter that vLLM does not have.
+        """
+        method = known_method(self.method)
+        if method is not None and method.speculative_config is None:
+            raise ConfigError(f"drafter {self.path}: vLLM has no {method.label} drafters, use engine=hf")
+        # What this version knows nothing of is vLLM's business alone.
+        told = {"method": self.method} if method is None else dict(method.speculative_config or {})
+        config: dict[str, Any] = {"model": self.path, **told}
         if self.revision is not None:
             config["revision"] = self.revision
         return config | {"num_speculative_tokens": num_speculative_tokens or self.num_speculative_tokens}
 
 
 def read_serving_config(path: str) -> ServingConfig:
-    """Read the configuration of a drafter, in any layout that ``layouts.py`` knows. vLLM reads them all as they are.
+    """Read the configuration of a drafter, in any layout that ``foreign_checkpoints.py`` knows. vLLM reads them all as they are.
 
     path: a folder, or a Hub id; of that only ``config.json`` is fetched, from the Hub's cache where it is there.
 
@@ -120,16 +120,17 @@ def _from_config(config: dict[str, Any], path: str, revision: str | None, where:
     try:
         speculation, layer = config["speculators_config"], config["transformer_layer_config"]
         verifier, method = speculation["verifier"], config["speculators_model_type"]
-        taps = config.get("eagle_aux_hidden_state_layer_ids") or config.get("aux_hidden_state_layer_ids") or ()
-        facts = config.get("spectrain") or {}
+        known = known_method(method)
+        taps = () if known is None else config.get(known.taps_field) or ()
+        metadata = config.get("spectrain") or {}
         return ServingConfig(
             path=path,
             revision=revision,
             method=method,
             num_speculative_tokens=int(speculation["proposal_methods"][0]["speculative_tokens"]),
-            most_tokens=_most_tokens(config, method),
+            most_tokens=None if known is None else known.read_max_drafts(config),
             target=verifier["name_or_path"],
-            target_revision=facts.get("target_revision"),
+            target_revision=metadata.get("target_revision"),
             vocab_size=int(layer["vocab_size"]),
             hidden_size=int(config.get("target_hidden_size") or layer["hidden_size"]),
             last_tap=max(taps, default=None),
@@ -138,14 +139,6 @@ def _from_config(config: dict[str, Any], path: str, revision: str | None, where:
         raise InputError(f"{where}: field {error} is missing: write the drafter again") from None
     except (TypeError, ValueError, IndexError, AttributeError) as error:
         raise InputError(f"{where} describes no drafter ({error}): write the drafter again") from None
-
-
-def _most_tokens(config: dict[str, Any], method: str) -> int | None:
-    """Slots of a block drafter: the anchor's own slot drafts only where it was trained to."""
-    block = config.get("block_size")
-    if method in _AUTOREGRESSIVE or block is None:
-        return None
-    return int(block) if config.get("sample_from_anchor") else int(block) - 1
 
 
 def drafter_digest(folder: Path) -> str:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from spectrain.decoding.acceptance import Round
-from spectrain.drafters.base import Drafter
+from spectrain.drafters.drafter import Drafter
 from spectrain.drafters.layers import Rotary
 from spectrain.evaluation.parity import ParityReport, Played
 from spectrain.evaluation.replay import Follower, Text

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from spectrain.decoding.acceptance import AcceptanceStats, Round, acceptance
-from spectrain.drafters.base import Drafter
+from spectrain.drafters.drafter import Drafter
 from spectrain.evaluation.replay import Follower, Text
 from spectrain.target.model import TargetModel
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from spectrain.decoding.proposers import Observation
 from spectrain.decoding.sampling import GREEDY, SamplingParams
-from spectrain.drafters.base import Drafter
+from spectrain.drafters.drafter import Drafter
 from spectrain.target.model import TargetModel
 
 # Drafts drawn so cold are argmax, unless two tokens tie within rounding; the distribution that comes with them holds

@@ -31,7 +31,7 @@ from spectrain.decoding.draft_policy import FIXED, SCHEDULER, THRESHOLD, DraftPo
 from spectrain.decoding.loop import GenerationResult, LoopTiming, speculative_generate
 from spectrain.decoding.proposers import NGramProposer, Proposer
 from spectrain.decoding.scheduler import CONTEXT_TOKENS, measure_step_cost
-from spectrain.drafters.base import Drafter
+from spectrain.drafters.drafter import Drafter
 from spectrain.drafters.drafter_folder import load_drafter
 from spectrain.drafters.serving_config import drafter_digest
 from spectrain.errors import RunError

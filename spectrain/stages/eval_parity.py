@@ -22,7 +22,7 @@ from spectrain.console import ProgressBar, say, stdout
 from spectrain.decoding.acceptance import AcceptanceStats
 from spectrain.decoding.loop import speculative_generate
 from spectrain.decoding.sampling import GREEDY
-from spectrain.drafters.base import Drafter
+from spectrain.drafters.drafter import Drafter
 from spectrain.drafters.drafter_folder import load_drafter
 from spectrain.drafters.serving_config import drafter_digest, read_serving_config
 from spectrain.engines.vllm.args import check_own_args, vllm_version

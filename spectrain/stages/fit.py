@@ -18,7 +18,7 @@ from spectrain.console import ProgressBar, say
 from spectrain.data.hidden_states import StoredHiddenStates, TargetStates
 from spectrain.data.packing import PackedBatch, pack_batch, pack_rows, truncated_tokens
 from spectrain.data.vocab import DraftVocab, build_vocab
-from spectrain.drafters.base import Drafter
+from spectrain.drafters.drafter import Drafter
 from spectrain.drafters.drafter_folder import CONFIG, WEIGHTS, weights_digest
 from spectrain.stages import capture
 from spectrain.stages.context import Context

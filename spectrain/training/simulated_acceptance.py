@@ -22,7 +22,7 @@ from spectrain.decoding.simulate import (
     simulate,
     supervised_spans,
 )
-from spectrain.drafters.base import Advance, Drafter, DraftScores
+from spectrain.drafters.drafter import Advance, Drafter, DraftScores
 
 
 @dataclass(frozen=True)

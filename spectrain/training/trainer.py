@@ -28,7 +28,7 @@ from spectrain.data.hidden_states import StoredHiddenStates
 from spectrain.data.packing import Draw, pack_batch
 from spectrain.decoding.confidence import Calibration
 from spectrain.decoding.confidence_samples import error_per_position
-from spectrain.drafters.base import Drafter
+from spectrain.drafters.drafter import Drafter
 from spectrain.drafters.drafter_folder import save_drafter
 from spectrain.drafters.losses.fused import LossSums
 from spectrain.errors import RunError

@@ -44,8 +44,7 @@ def make_head() -> Any:
 
 def make_drafter(draft_vocab: int, head: Any) -> Any:
     from spectrain.data.vocab import DraftVocab
-    from spectrain.drafters.autoregressive.eagle3 import Eagle3Shape
-    from spectrain.drafters.autoregressive.eagle3_drafter import Eagle3
+    from spectrain.drafters.autoregressive.eagle3 import Eagle3, Eagle3Shape
     from spectrain.drafters.layers import LayerShape
 
     rope = {"rope_type": "default", "rope_theta": 1e5}

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from spectrain.decoding.proposers import Observation, Proposal
 from spectrain.decoding.sampling import GREEDY, SamplingParams
-from spectrain.drafters.autoregressive.eagle3_drafter import Eagle3
+from spectrain.drafters.autoregressive.eagle3 import Eagle3
 
 SAMPLED = SamplingParams(temperature=1.0)
 N = 4

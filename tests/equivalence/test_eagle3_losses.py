@@ -24,7 +24,7 @@ from reference import brute_force_loss
 
 from spectrain.config.drafter_schema import LossConfig
 from spectrain.data.hidden_states import TargetStates
-from spectrain.drafters.autoregressive.eagle3_drafter import Eagle3
+from spectrain.drafters.autoregressive.eagle3 import Eagle3
 from spectrain.drafters.losses import fused as losses
 
 EVERY_LOSS = {"ce": 0.3, "kl": 0.7, "tv": 1.1, "lk": 0.5}

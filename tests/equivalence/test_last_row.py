@@ -15,7 +15,7 @@ from drafter_tools import VARIANTS, Options, as_dtype, gradients, packed, random
 from spectrain.data.hidden_states import TargetStates
 from spectrain.data.packing import PackedBatch
 from spectrain.decoding.sampling import GREEDY, SamplingParams
-from spectrain.drafters.autoregressive.eagle3_drafter import Eagle3
+from spectrain.drafters.autoregressive.eagle3 import Eagle3
 
 FILLINGS = [0.0, 3.0, -1e4]
 

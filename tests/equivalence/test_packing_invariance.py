@@ -24,7 +24,7 @@ from torch import Tensor
 from spectrain.config.drafter_schema import LossConfig
 from spectrain.data.packing import PackedBatch
 from spectrain.decoding.sampling import GREEDY, SamplingParams
-from spectrain.drafters.autoregressive.eagle3_drafter import Eagle3
+from spectrain.drafters.autoregressive.eagle3 import Eagle3
 
 BACKENDS = ["eager", "sdpa"]
 SHAPES = [Options(), Options(num_layers=2, layer_type="qwen3", reduced=True, norm_output=True)]

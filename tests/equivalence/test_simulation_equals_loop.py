@@ -27,7 +27,7 @@ from spectrain.decoding.acceptance import Round
 from spectrain.decoding.loop import GenerationResult, speculative_generate
 from spectrain.decoding.proposers import Observation
 from spectrain.decoding.sampling import GREEDY, SamplingParams, truncated_log_probs
-from spectrain.drafters.autoregressive.eagle3_drafter import Eagle3
+from spectrain.drafters.autoregressive.eagle3 import Eagle3
 from spectrain.drafters.build import build_drafter
 from spectrain.target.head import TargetHead
 from spectrain.target.model import TargetModel

@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 
 from spectrain.config.drafter_schema import BlockConfig
 from spectrain.data.hidden_states import TargetStates
-from spectrain.drafters.base import Drafter
+from spectrain.drafters.drafter import Drafter
 from spectrain.target.head import TargetHead
 
 OPTIONS = Options(reduced=True, layer_type="qwen3")

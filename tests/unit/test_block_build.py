@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from spectrain.drafters.block.block_build import choose_mask_token
 from tiny import tiny_target
 
 from spectrain.config.drafter_schema import BlockConfig, DrafterConfig, LossConfig
 from spectrain.data.vocab import DraftVocab, full_vocab
-from spectrain.drafters.block.block_build import choose_mask_token
 from spectrain.drafters.block.block_drafter import BlockDrafter
 from spectrain.drafters.block.block_shape import BlockShape
 from spectrain.drafters.build import build_drafter, continue_drafter, drafter_shape

@@ -13,7 +13,7 @@ from drafter_tools import Options, packed, random_documents, random_drafter, ten
 
 from spectrain import files
 from spectrain.config.schema import TrainerConfig
-from spectrain.drafters.autoregressive.eagle3_drafter import Eagle3
+from spectrain.drafters.autoregressive.eagle3 import Eagle3
 from spectrain.errors import InputError
 from spectrain.training.checkpointing import load_checkpoint, save_checkpoint
 from spectrain.training.optim import build_optimizers

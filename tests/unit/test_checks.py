@@ -10,8 +10,7 @@ from tiny import tiny_target
 
 from spectrain import cli
 from spectrain.data.vocab import DraftVocab
-from spectrain.drafters.autoregressive.eagle3 import Eagle3Shape
-from spectrain.drafters.autoregressive.eagle3_drafter import Eagle3
+from spectrain.drafters.autoregressive.eagle3 import Eagle3, Eagle3Shape
 from spectrain.drafters.drafter_folder import save_drafter
 from spectrain.drafters.layers import LayerShape
 from spectrain.stages import plan

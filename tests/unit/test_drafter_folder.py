@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from spectrain import files
 from spectrain.decoding.proposers import Observation
 from spectrain.decoding.sampling import GREEDY, SamplingParams
-from spectrain.drafters.autoregressive.eagle3_drafter import Eagle3
+from spectrain.drafters.autoregressive.eagle3 import Eagle3
 from spectrain.drafters.drafter_folder import load_drafter, save_drafter, weights_digest
 from spectrain.drafters.layers import LayerShape, Rotary
 from spectrain.errors import InputError

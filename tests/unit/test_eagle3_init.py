@@ -10,8 +10,7 @@ import torch
 from spectrain.data.hidden_states import TargetStates
 from spectrain.data.packing import PackedBatch, pack_batch
 from spectrain.data.vocab import full_vocab
-from spectrain.drafters.autoregressive.eagle3 import Eagle3Shape
-from spectrain.drafters.autoregressive.eagle3_drafter import Eagle3
+from spectrain.drafters.autoregressive.eagle3 import Eagle3, Eagle3Shape
 from spectrain.drafters.autoregressive.eagle3_init import _own_column_heads
 from spectrain.drafters.autoregressive.unroll import Columns, unroll
 from spectrain.drafters.layers import LayerShape

@@ -17,9 +17,9 @@ from foreign_layouts import Written, deepspec_dspark, eagle3, write, zlab_dflash
 from safetensors.torch import load_file, save_file
 
 from spectrain.config.drafter_schema import BlockConfig, DrafterConfig
-from spectrain.drafters.base import Drafter
 from spectrain.drafters.block.block_drafter import BlockDrafter
 from spectrain.drafters.build import continue_drafter
+from spectrain.drafters.drafter import Drafter
 from spectrain.drafters.drafter_folder import load_drafter, read_method, read_shape, save_drafter
 from spectrain.drafters.foreign_checkpoints import standard_config
 from spectrain.drafters.serving_config import read_serving_config

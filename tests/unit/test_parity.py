@@ -14,7 +14,7 @@ from parity_tools import DRAFTS, Family, as_rounds, train
 
 from spectrain.data.vocab import DraftVocab
 from spectrain.decoding.acceptance import Round
-from spectrain.drafters.autoregressive.eagle3_drafter import Eagle3
+from spectrain.drafters.autoregressive.eagle3 import Eagle3
 from spectrain.engines.vllm.requests import Answer, ReportedRound
 from spectrain.engines.vllm.rounds import placed_rounds
 from spectrain.errors import RunError

@@ -15,7 +15,7 @@ import torch
 from drafter_tools import Options
 from parity_tools import DRAFTS, Family, job, mutated, played, run_jobs, save, train
 
-from spectrain.drafters.autoregressive.eagle3_drafter import Eagle3
+from spectrain.drafters.autoregressive.eagle3 import Eagle3
 from spectrain.evaluation.diagnosis import explain
 from spectrain.evaluation.parity import ParityReport, Played, compare
 

@@ -21,7 +21,7 @@ from test_block_parity import trained
 from vllm_tools import vllm_engine, vllm_environment
 
 from spectrain.config.drafter_schema import BlockConfig, DrafterConfig
-from spectrain.drafters.base import Drafter
+from spectrain.drafters.drafter import Drafter
 from spectrain.drafters.drafter_folder import load_drafter, read_shape, save_drafter
 from spectrain.drafters.serving_config import read_serving_config
 from spectrain.evaluation.parity import compare

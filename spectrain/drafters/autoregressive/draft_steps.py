@@ -8,15 +8,19 @@ observed token waits as ``pending`` until the next token is known.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from spectrain.decoding.proposers import Observation
-from spectrain.drafters.autoregressive.eagle3 import Eagle3Body
 from spectrain.drafters.drafter_cache import KeyValueCache
 from spectrain.drafters.layers import Rotary
 from spectrain.target.head import TargetHead
+
+if TYPE_CHECKING:
+    from spectrain.drafters.autoregressive.eagle3 import Eagle3Body
 
 
 class AutoregressiveCache(KeyValueCache):

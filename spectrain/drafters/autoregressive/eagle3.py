@@ -5,27 +5,50 @@ step k takes the token x_{t+1+k} with the drafter's own previous output as featu
 x_{t+2+k}:
 
     text        x_0  x_1  x_2  x_3  x_4          (x_2 is the first token that the target generated)
-    column 1    f_1 with x_2   step 0 -> x_3     feature of the last prompt token, first generated token: the server's
-                first act
+    column 1    f_1 with x_2   step 0 -> x_3     feature of the last prompt token: the server's first act
                 own with x_3   step 1 -> x_4
 
-The module is the architecture and nothing else: ``unroll.py`` trains it, ``decode.py`` drafts with it. Names and shapes
-of the parameters are those of the checkpoint that vLLM loads.
+First the architecture (``Eagle3Shape``, ``Eagle3Layer``, ``Eagle3Body``: names and shapes of the parameters are those
+of the checkpoint that vLLM loads), then the drafter, then its kind. ``unroll.py`` trains it, ``draft_steps.py`` drafts
+with it, ``eagle3_init.py`` solves for initial weights.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from spectrain.drafters.field_checks import check_sizes
-from spectrain.drafters.layers import LayerShape, Projections, RMSNorm, SwiGLU
+from spectrain.config.drafter_schema import AutoregressiveConfig, DrafterConfig
+from spectrain.data.packing import PackedBatch
+from spectrain.data.vocab import DraftVocab
+from spectrain.decoding.proposers import Observation
+from spectrain.drafters.autoregressive import draft_steps
+from spectrain.drafters.autoregressive.autoregressive_drafter import AutoregressiveDrafter, AutoregressiveMethod
+from spectrain.drafters.autoregressive.eagle3_init import init_eagle3
+from spectrain.drafters.autoregressive.unroll import Columns, unroll
+from spectrain.drafters.drafter import Advance, Batches, DrafterShape
+from spectrain.drafters.field_checks import check_sizes, flag, whole
+from spectrain.drafters.foreign_fields import (
+    decoder_layer,
+    refuse_unknown_arithmetic,
+    section,
+    speculators_fields,
+    taps,
+)
+from spectrain.drafters.init_from_target import MLP_NORMS, copy_weights, mlp_norm, read_layer
+from spectrain.drafters.layer_config import from_layer_config, layer_shape, to_layer_config
+from spectrain.drafters.layers import LayerShape, Projections, RMSNorm, Rotary, SwiGLU
+from spectrain.target.head import TargetHead
+from spectrain.target.spec import TargetSpec
 
 
 @dataclass(frozen=True)
-class Eagle3Shape:
+class Eagle3Shape(DrafterShape):
     """Everything that decides the parameters' shapes and the arithmetic. A taps, T the target's hidden size, H the
     drafter's (equal).
     """
@@ -44,9 +67,8 @@ class Eagle3Shape:
         check_sizes(self)
 
     @property
-    def owns_head(self) -> bool:
-        """A full-vocabulary drafter shares the target's lm_head."""
-        return self.draft_vocab_size < self.target_vocab_size
+    def hidden_size(self) -> int:
+        return self.layer.hidden_size
 
 
 class Eagle3Layer(nn.Module):
@@ -120,3 +142,126 @@ class Eagle3Body(nn.Module):
     def feed_back(self, output: Tensor, normed: Tensor) -> Tensor:
         """The feature of the next step."""
         return normed if self.shape.norm_output else output
+
+
+class Eagle3(AutoregressiveDrafter):
+    """EAGLE-3 with any number of taps."""
+
+    method = "eagle3"
+    has_closed_form = True
+    shape: Eagle3Shape
+    body: Eagle3Body
+
+    def __init__(self, shape: Eagle3Shape, vocab: DraftVocab, config: DrafterConfig | None = None) -> None:
+        super().__init__(shape, vocab, config)
+        self.body = Eagle3Body(shape)
+        self.rotary = Rotary(shape.layer)
+
+    def closed_form_init(self, batches: Batches, advance: Advance = lambda percent: None) -> int:
+        decay = self.config.autoregressive.step_decay
+        return init_eagle3(self.body, self.head, batches, self.training_steps, decay, advance)
+
+    def unroll(self, batch: PackedBatch, columns: Columns) -> Tensor:
+        return unroll(self.body, self.rotary, self.head, batch, columns, self.attention_backend(batch))
+
+    def new_cache(self, batch_size: int) -> draft_steps.AutoregressiveCache:
+        return draft_steps.new_cache(self.body, batch_size)
+
+    @torch.no_grad()
+    def observe(self, cache: draft_steps.AutoregressiveCache, observation: Observation) -> None:
+        draft_steps.observe(self.body, self.rotary, self.head, cache, observation)
+
+    def draft_steps(self, cache: draft_steps.AutoregressiveCache, anchor_B: Tensor, n: int) -> draft_steps.DraftSteps:
+        return draft_steps.DraftSteps(self.body, self.rotary, self.head, cache, anchor_B, n)
+
+
+# Defaults of these differ between writers and readers, so every one is written out.
+_SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+_FOREIGN_DRAFTS = 3  # a round, where a layout has no field for it
+
+
+class Eagle3Method(AutoregressiveMethod):
+    """The kind ``eagle3``."""
+
+    name = "eagle3"
+    label = "EAGLE-3"
+    sections = (*AutoregressiveMethod.sections, "eagle3")
+    architecture = "Eagle3DraftModel"
+    taps_field = "eagle_aux_hidden_state_layer_ids"
+    may_leave_out_taps = True
+    default_theta = 10000.0
+    speculative_config = {"method": "eagle3"}
+    vllm_defaults = {"norm_before_residual": True, "norm_before_fc": False, "fc_norm": False, "norm_output": False}
+    foreign_architectures = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Qwen3ForCausalLM")
+
+    def shape(self, config: DrafterConfig, spec: TargetSpec) -> Eagle3Shape:
+        return Eagle3Shape(
+            layer=layer_shape(config, spec, "qwen3" if spec.model_type.startswith("qwen3") else "llama"),
+            num_layers=config.num_layers,
+            taps=self.taps(config, spec),
+            target_vocab_size=spec.vocab_size,
+            draft_vocab_size=config.draft_vocab_size or spec.vocab_size,
+            **{name: getattr(config.eagle3, name) for name in _SWITCHES},
+        )
+
+    def build(self, shape: Eagle3Shape, vocab: DraftVocab, config: DrafterConfig) -> Eagle3:
+        return Eagle3(shape, vocab, config)
+
+    def body(self, shape: Eagle3Shape) -> nn.Module:
+        return Eagle3Body(shape)
+
+    @torch.no_grad()
+    def copy_from_target(self, drafter: Eagle3, spec: TargetSpec, head: TargetHead, folder: Path) -> None:
+        """Final norm and, where the shapes agree, the MLP of the target's last decoder layer with its norm."""
+        body, layer = drafter.body, drafter.body.layers[0]
+        offset = 1.0 if head.one_plus else 0.0
+        body.norm.weight.copy_(head.norm_weight + offset)
+        last = read_layer(head, folder, spec.num_layers - 1, ("mlp.", *MLP_NORMS))
+        gain = mlp_norm(last)
+        # Else a mixture of experts, fused projections, another width: the drafter's own initialisation stays.
+        if gain is not None and copy_weights(layer.mlp, "mlp", ("gate_proj", "up_proj", "down_proj"), last):
+            layer.post_attention_layernorm.weight.copy_(gain.float() + offset)
+
+    def describe(self, drafter: Eagle3) -> dict[str, Any]:
+        shape = drafter.shape
+        return {
+            self.taps_field: list(shape.taps),
+            **{name: getattr(shape, name) for name in _SWITCHES},
+            # vLLM's Llama-style EAGLE-3 does not count the layer ids; an extra key here reaches its model.
+            "transformer_layer_config": to_layer_config(shape) | {"num_aux_hidden_states": len(shape.taps)},
+        }
+
+    def metadata(self, drafter: Eagle3) -> dict[str, Any]:
+        return {"ttt_steps": drafter.training_steps}
+
+    def read_shape(self, fields: dict[str, Any]) -> Eagle3Shape:
+        layer = fields["transformer_layer_config"]
+        return Eagle3Shape(
+            layer=from_layer_config(layer),
+            num_layers=layer["num_hidden_layers"],
+            taps=tuple(fields[self.taps_field]),
+            target_vocab_size=layer["vocab_size"],
+            draft_vocab_size=fields["draft_vocab_size"],
+            **{name: flag(fields[name], name) for name in _SWITCHES},
+        )
+
+    def read_drafter(self, shape: Eagle3Shape, vocab: DraftVocab, metadata: Mapping[str, Any]) -> Eagle3:
+        steps = whole(metadata.get("ttt_steps", 3), "spectrain.ttt_steps")
+        return Eagle3(shape, vocab, DrafterConfig(autoregressive=AutoregressiveConfig(ttt_steps=steps)))
+
+    def read_foreign(self, architecture: str, config: dict[str, Any], where: str) -> dict[str, Any]:
+        """EAGLE, SpecForge and AngelSlim: a Llama configuration with switches, some of them under ``eagle_config``."""
+        nested = section(config, "eagle_config", where)
+        refuse_unknown_arithmetic(config, nested, where=where)
+        layer = decoder_layer(config, "qwen3" if "Qwen3" in architecture else "llama", where, self.default_theta)
+        standard = speculators_fields(config, self.name, _FOREIGN_DRAFTS, layer, where)
+        standard |= {name: bool(config.get(name, False)) for name in ("norm_before_residual", "fc_norm", "norm_output")}
+        standard["norm_before_fc"] = bool(nested.get("norm_before_fc", config.get("norm_before_fc", False)))
+        name = self.taps_field
+        ids, field = (config, name) if config.get(name) else (nested, f"eagle_config.{name}")
+        if ids.get(name):
+            standard[name] = taps(ids[name], 0, field, where)
+        return standard
+
+
+METHOD = Eagle3Method()

@@ -1,4 +1,4 @@
-"""A closed-form initialisation for an autoregressive drafter: ridge regression instead of the first hundreds of steps.
+"""Closed-form initialisation of EAGLE-3: ridge regression instead of the first hundreds of steps.
 
 The target's own head reads y, its last hidden state. If the drafter's residual stream carried y_t when it enters a
 column and y_{t+1} when it leaves, the target's norm and head would turn it into the right prediction, and the next step
@@ -6,12 +6,11 @@ would find what it expects. Much of the way from y_t to y_{t+1} is linear in y_t
 can be solved for, from the front to the back:
 
     feature     fc(taps) = y_t                     ridge regression; exact where tap N is among the taps and normed
-    attention   y_{t+1} − y_t = O V [norm(e_{t+1}); norm(f_t)]    reduced-rank regression of rank (key/value heads ·
-                head size);
-                one query head per key/value head looks at its own column only
+    attention   y_{t+1} − y_t = O V [norm(e_{t+1}); norm(f_t)]: reduced-rank regression of rank (key/value heads · head
+                size); one query head per key/value head looks at its own column only
     mlp         what is left, over all K steps, from the hidden units of the MLP (gate and up as they are): ridge
-                regression of its
-                output matrix; twice, the second time with the features that the first solution feeds back
+                regression of its output matrix; twice, the second time with the features that the first solution
+                feeds back
     the rest    output matrices of further layers are zero: they start as the identity
 
 A head that looks at its own column: there is a direction w with w·x almost 1 for every input x (again regression).
@@ -27,16 +26,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from spectrain.data.packing import PackedBatch
-from spectrain.drafters.autoregressive.eagle3 import Eagle3Body
 from spectrain.drafters.autoregressive.unroll import Columns
-from spectrain.drafters.base import Advance, Batches
+from spectrain.drafters.drafter import Advance, Batches
 from spectrain.drafters.least_squares import Gram, unit
 from spectrain.target.head import TargetHead
+
+if TYPE_CHECKING:
+    from spectrain.drafters.autoregressive.eagle3 import Eagle3Body
 
 MAX_COLUMNS_PER_DIM = 64
 _PASSES = 4  # over the text
@@ -46,7 +48,7 @@ _SHARPNESS = 5.0  # lead of the own column's score over its neighbour's
 
 
 @torch.no_grad()
-def closed_form_init(
+def init_eagle3(
     body: Eagle3Body, head: TargetHead, batches: Batches, steps: int, decay: float, advance: Advance
 ) -> int:
     """Set fc, the first layer's attention and its MLP's output from training documents; returns the number of columns

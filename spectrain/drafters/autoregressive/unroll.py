@@ -9,15 +9,18 @@ one layer, all but the last run on every column at step 0, because their outputs
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from spectrain.data.packing import PackedBatch
-from spectrain.drafters.autoregressive.eagle3 import Eagle3Body, Eagle3Layer
 from spectrain.drafters.autoregressive.unroll_attention import ColumnLayout, unrolled_attention
 from spectrain.drafters.layers import Rotary
 from spectrain.target.head import TargetHead
+
+if TYPE_CHECKING:
+    from spectrain.drafters.autoregressive.eagle3 import Eagle3Body, Eagle3Layer
 
 
 @dataclass

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from spectrain.drafters.layers import compiled_flex
+
 BACKENDS = ("eager", "sdpa", "flex")
 
 
@@ -167,14 +169,3 @@ def _flex(
     weights_MGRk = (own - joint).exp().unflatten(1, (g, n // g))
     own_out = (weights_MGRk @ torch.stack(own_v, dim=2)).flatten(1, 2)
     return out_MNd * (lse_MN[..., None].to(own.dtype) - joint).exp() + own_out
-
-
-_COMPILED: list[Any] = []
-
-
-def compiled_flex() -> Any:
-    if not _COMPILED:
-        from torch.nn.attention.flex_attention import flex_attention
-
-        _COMPILED.append(torch.compile(flex_attention, dynamic=True))
-    return _COMPILED[0]

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from spectrain.drafters.autoregressive.unroll_attention import compiled_flex
+from spectrain.drafters.layers import compiled_flex
 
 BACKENDS = ("eager", "sdpa", "flex")
 _GROUP_ROWS = (
@@ -74,10 +74,7 @@ class BlockLayout:
 
     def sees_own(self) -> Tensor:
         """bool [B, B]: which slots of its block a slot sees."""
-        slot_B = torch.arange(self.slots, device=self.anchor_R.device)
-        back_BB = slot_B[:, None] - slot_B
-        visible_BB = back_BB >= 0 if self.causal else torch.ones_like(back_BB, dtype=torch.bool)
-        return visible_BB if self.window is None else visible_BB & (back_BB.abs() < self.window)
+        return own_block_mask(self.slots, self.window, self.causal, self.anchor_R.device)
 
     def sees_context(self, group: Group) -> Tensor:
         """bool [r, 1 or B, K]: a group's keys, of which each block sees those before its anchor (and inside each slot's
@@ -102,6 +99,14 @@ class BlockLayout:
         if "own" not in self.cache:
             self.cache["own"] = _additive(self.sees_own(), dtype)
         return self.cache["own"]
+
+
+def own_block_mask(slots: int, window: int | None, causal: bool, device: torch.device) -> Tensor:
+    """bool [B, B]: which slots of its block a slot sees: all, or those up to itself; with a window only near ones."""
+    slot_B = torch.arange(slots, device=device)
+    back_BB = slot_B[:, None] - slot_B
+    visible_BB = back_BB >= 0 if causal else torch.ones_like(back_BB, dtype=torch.bool)
+    return visible_BB if window is None else visible_BB & (back_BB.abs() < window)
 
 
 def block_attention(

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from spectrain.decoding.proposers import Observation
+from spectrain.drafters.block.block_attention import own_block_mask
 from spectrain.drafters.block.block_model import BlockBody
 from spectrain.drafters.block.block_shape import BlockShape
 from spectrain.drafters.drafter_cache import KeyValueCache
@@ -50,9 +51,9 @@ def draft_block(
     slots = shape.slots(num_drafts)
     positions_BS = cache.columns_B[:, None] + torch.arange(slots, device=anchor_B.device)
     end = int(cache.columns_B.max())
-    visible_B1SK = torch.cat(
-        [_context_mask(shape, positions_BS, cache.columns_B, end), _own_mask(shape, positions_BS)], dim=-1
-    )[:, None]
+    own_SS = own_block_mask(slots, shape.sliding_window, shape.causal, anchor_B.device)
+    context_BSK = _context_mask(shape, positions_BS, cache.columns_B, end)
+    visible_B1SK = torch.cat([context_BSK, own_SS.expand(len(context_BSK), -1, -1)], dim=-1)[:, None]
 
     def attend(index: int, q_BSNd: Tensor, k_BSGd: Tensor, v_BSGd: Tensor) -> Tensor:
         k = torch.cat([cache.keys[index][:, :end], k_BSGd], dim=1).transpose(1, 2)
@@ -72,13 +73,3 @@ def _context_mask(shape: BlockShape, positions_BS: Tensor, columns_B: Tensor, en
     if shape.sliding_window is not None:
         visible_BSK = visible_BSK & (positions_BS[..., None] - column_K < shape.sliding_window)
     return visible_BSK
-
-
-def _own_mask(shape: BlockShape, positions_BS: Tensor) -> Tensor:
-    """[B, S, S]: which slots of its block a slot sees."""
-    slot_S = torch.arange(positions_BS.shape[1], device=positions_BS.device)
-    back_SS = slot_S[:, None] - slot_S
-    visible_SS = back_SS >= 0 if shape.causal else torch.ones_like(back_SS, dtype=torch.bool)
-    if shape.sliding_window is not None:
-        visible_SS = visible_SS & (back_SS.abs() < shape.sliding_window)
-    return visible_SS.expand(len(positions_BS), -1, -1)

@@ -16,42 +16,31 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spectrain.config.drafter_schema import BlockConfig, LossConfig
+from spectrain.config.drafter_schema import DrafterConfig
 from spectrain.data.packing import PackedBatch
 from spectrain.data.vocab import DraftVocab
 from spectrain.decoding.proposers import Observation, Proposal
 from spectrain.decoding.sampling import SamplingParams, sample, truncated_log_probs
-from spectrain.drafters.base import Advance, Batches, Drafter, DraftScores
 from spectrain.drafters.block import block_decode as decode
 from spectrain.drafters.block.block_model import BlockBody
 from spectrain.drafters.block.block_shape import BlockShape
+from spectrain.drafters.drafter import Advance, Batches, Drafter, DraftScores
 from spectrain.drafters.drafter_cache import KeyValueCache, draft_uniforms
 from spectrain.drafters.layers import Rotary
-from spectrain.drafters.losses.fused import LossSums
+from spectrain.drafters.losses import LossSums
 from spectrain.target.cpu_kernels import linear
 from spectrain.target.families import at_least_float32
 
 
 class BlockDrafter(Drafter):
-    """``options`` and ``loss`` matter to training only. ``temperatures``: calibration of the confidence head, one a
-    slot; empty: none.
-    """
+    """``temperatures``: calibration of the confidence head, one a slot; empty: none."""
 
+    has_closed_form = True
     shape: BlockShape
     body: BlockBody
 
-    def __init__(
-        self,
-        shape: BlockShape,
-        vocab: DraftVocab,
-        options: BlockConfig | None = None,
-        loss: LossConfig | None = None,
-        attention: str = "auto",
-        temperatures: Sequence[float] = (),
-    ) -> None:
-        super().__init__(shape, vocab, loss, attention)
-        self.options = options or BlockConfig()
-        self.temperatures = tuple(temperatures)
+    def __init__(self, shape: BlockShape, vocab: DraftVocab, config: DrafterConfig | None = None) -> None:
+        super().__init__(shape, vocab, config)
         self.body = BlockBody(shape)
         self.rotary = Rotary(shape.layer)
 
@@ -72,17 +61,19 @@ class BlockDrafter(Drafter):
         return not self.shape.causal
 
     @property
-    def has_confidence(self) -> bool:
-        return self.shape.confidence
-
-    @property
     def loss_terms(self) -> list[str]:
         return [*super().loss_terms, *(["confidence"] if self.shape.confidence else [])]
 
-    def closed_form_init(self, batches: Batches, advance: Advance = lambda percent: None) -> int:
-        from spectrain.drafters.block.block_init import closed_form_init
+    @torch.no_grad()
+    def reset(self, generator: torch.Generator) -> None:
+        """Random layers; fresh heads change (next to) nothing."""
+        super().reset(generator)
+        self.body.reset_heads(generator)
 
-        return closed_form_init(self, batches, advance)
+    def closed_form_init(self, batches: Batches, advance: Advance = lambda percent: None) -> int:
+        from spectrain.drafters.block.block_init import init_blocks
+
+        return init_blocks(self, batches, advance)
 
     def train_losses(self, batch: PackedBatch) -> LossSums:
         from spectrain.drafters.block.block_training import block_losses

@@ -1,4 +1,4 @@
-"""A closed-form initialisation for a block drafter: heads that look where the information is, and ridge regression for
+"""Closed-form initialisation of a block drafter: heads that look where the information is, and ridge regression for
 what they carry.
 
 Started from copied layers, a block drafter needs thousands of steps before its mask slots look at the two places that
@@ -36,9 +36,9 @@ import torch
 from torch import Tensor
 
 from spectrain.data.packing import PackedBatch
-from spectrain.drafters.base import Advance, Batches
 from spectrain.drafters.block.anchors import all_anchors, tokens_ahead
 from spectrain.drafters.block.block_attention import BlockLayout, block_attention
+from spectrain.drafters.drafter import Advance, Batches
 from spectrain.drafters.least_squares import RIDGE, Gram, unit
 
 if TYPE_CHECKING:
@@ -76,8 +76,8 @@ class Blocks:
         """A slot that does not draft (the anchor's) should carry what the first draft needs."""
         body, shape = drafter.body, drafter.shape
         slot_B = torch.arange(shape.block_size, device=anchor_R.device)
-        place_B = (slot_B - shape.first_slot).clamp(min=0)
-        counts_RB = tokens_ahead(batch, shape.num_drafts)[anchor_R][:, None] > place_B
+        draft_B = (slot_B - shape.first_slot).clamp(min=0)
+        counts_RB = tokens_ahead(batch, shape.num_drafts)[anchor_R][:, None] > draft_B
         return cls(
             anchor_R=anchor_R,
             layout=BlockLayout.build(
@@ -87,8 +87,8 @@ class Blocks:
             cos_sin_T=drafter.rotary.cos_sin(batch.position_ids_T),
             cos_sin_RB=drafter.rotary.cos_sin(batch.position_ids_T[anchor_R][:, None] + slot_B),
             x_RBH=body.block_input(batch.input_ids_T[anchor_R], drafter.head),
-            target_RBH=unit(batch.last_hidden_TH[(anchor_R[:, None] + place_B).clamp(max=batch.num_tokens - 1)]),
-            weight_RB=counts_RB * torch.exp(-place_B / drafter.options.decay),
+            target_RBH=unit(batch.last_hidden_TH[(anchor_R[:, None] + draft_B).clamp(max=batch.num_tokens - 1)]),
+            weight_RB=counts_RB * torch.exp(-draft_B / drafter.config.block.decay),
         )
 
     def heads(self, drafter: BlockDrafter, layer: BlockLayer) -> Tensor:
@@ -103,7 +103,7 @@ class Blocks:
 
 
 @torch.no_grad()
-def closed_form_init(drafter: BlockDrafter, batches: Batches, advance: Advance) -> int:
+def init_blocks(drafter: BlockDrafter, batches: Batches, advance: Advance) -> int:
     """Set attention and MLP outputs of the first layers from training documents; returns the number of blocks used, 0
     if nothing was set.
 

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from spectrain.data.packing import PackedBatch
 from spectrain.decoding.sampling import SamplingParams
-from spectrain.drafters.base import DraftScores
 from spectrain.drafters.block.anchors import all_anchors, tokens_ahead
 from spectrain.drafters.block.block_training import previous_tokens, run_blocks
+from spectrain.drafters.drafter import DraftScores
 from spectrain.drafters.teacher_forced import acceptance, target_log_probs
 from spectrain.target.cpu_kernels import linear
 

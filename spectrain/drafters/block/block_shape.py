@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from spectrain.config.drafter_schema import MARKOV_KINDS
+from spectrain.drafters.drafter import DrafterShape
 from spectrain.drafters.field_checks import check_sizes, whole
 from spectrain.drafters.layers import LayerShape
+
+_MARKOV_KINDS = ("vanilla", "gated", "rnn")
 
 
 @dataclass(frozen=True)
@@ -23,8 +25,8 @@ class MarkovShape:
     rank: int
 
     def __post_init__(self) -> None:
-        if self.kind not in MARKOV_KINDS[1:]:
-            raise ValueError(f"markov_head_type is {self.kind!r}, known are {', '.join(MARKOV_KINDS[1:])}")
+        if self.kind not in _MARKOV_KINDS:
+            raise ValueError(f"markov_head_type is {self.kind!r}, known are {', '.join(_MARKOV_KINDS)}")
         whole(self.rank, "markov_rank")
 
 
@@ -53,7 +55,7 @@ class SelectorShape:
 
 
 @dataclass(frozen=True)
-class BlockShape:
+class BlockShape(DrafterShape):
     """Everything that decides the parameters' shapes and the arithmetic. The drafter is as wide as its target."""
 
     method: str  # dflash, dspark, dflash2: the layout of the folder
@@ -88,9 +90,16 @@ class BlockShape:
             )
 
     @property
-    def owns_head(self) -> bool:
-        """A full-vocabulary drafter shares the target's lm_head."""
-        return self.draft_vocab_size < self.target_vocab_size
+    def hidden_size(self) -> int:
+        return self.layer.hidden_size
+
+    @property
+    def max_drafts(self) -> int:
+        return self.num_drafts
+
+    @property
+    def has_confidence(self) -> bool:
+        return self.confidence
 
     @property
     def first_slot(self) -> int:

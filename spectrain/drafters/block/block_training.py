@@ -34,16 +34,8 @@ from torch.utils.checkpoint import checkpoint
 from spectrain.data.packing import PackedBatch
 from spectrain.drafters.block.anchors import draw_anchors, tokens_ahead
 from spectrain.drafters.block.block_attention import BlockLayout, block_attention
-from spectrain.drafters.losses.fused import (
-    Bias,
-    LossSums,
-    StudentLoss,
-    Students,
-    by_teacher,
-    candidate_loss,
-    slot_sums,
-    student_loss,
-)
+from spectrain.drafters.losses import LossSums, StudentLoss, Students, candidate_loss, student_loss
+from spectrain.drafters.losses.students import Bias, by_teacher, slot_sums
 
 if TYPE_CHECKING:
     from spectrain.drafters.block.block_drafter import BlockDrafter
@@ -77,8 +69,8 @@ def previous_tokens(batch: PackedBatch, anchor_R: Tensor, num_drafts: int) -> Te
     """[R, J]: the document's token before each predicted one. Places behind the batch's end repeat its last token: they
     never count.
     """
-    place_J = torch.arange(num_drafts, device=anchor_R.device)
-    return batch.input_ids_T[(anchor_R[:, None] + place_J).clamp(max=batch.num_tokens - 1)]
+    draft_J = torch.arange(num_drafts, device=anchor_R.device)
+    return batch.input_ids_T[(anchor_R[:, None] + draft_J).clamp(max=batch.num_tokens - 1)]
 
 
 @dataclass
@@ -86,26 +78,26 @@ class Counted:
     """The (block, draft) pairs that count, in the order of their teachers."""
 
     block_S: Tensor
-    place_S: Tensor  # k: which draft of its block
+    draft_S: Tensor  # k: which draft of its block
     teacher_U: Tensor
     counts_U: Sequence[int]
 
     @classmethod
     def build(cls, batch: PackedBatch, anchor_R: Tensor, num_drafts: int) -> Counted:
-        place_J = torch.arange(num_drafts, device=anchor_R.device)
-        block_S, place_S = (tokens_ahead(batch, num_drafts)[anchor_R][:, None] > place_J).nonzero(as_tuple=True)
-        order_S, teacher_U, counts = by_teacher(anchor_R[block_S] + place_S)
-        return cls(block_S[order_S], place_S[order_S], teacher_U, counts)
+        draft_J = torch.arange(num_drafts, device=anchor_R.device)
+        block_S, draft_S = (tokens_ahead(batch, num_drafts)[anchor_R][:, None] > draft_J).nonzero(as_tuple=True)
+        order_S, teacher_U, counts = by_teacher(anchor_R[block_S] + draft_S)
+        return cls(block_S[order_S], draft_S[order_S], teacher_U, counts)
 
     def rows(self, values_RJ: Tensor) -> Tensor:
         """[R, J, ...] -> [S, ...]."""
-        return values_RJ.flatten(0, 1).index_select(0, self.block_S * values_RJ.shape[1] + self.place_S)
+        return values_RJ.flatten(0, 1).index_select(0, self.block_S * values_RJ.shape[1] + self.draft_S)
 
 
 def block_losses(drafter: BlockDrafter, batch: PackedBatch) -> LossSums:
     """Losses of this step's blocks (``batch.draw``; all blocks without one), per draft of a block."""
-    shape, options = drafter.shape, drafter.options
-    anchor_R = draw_anchors(batch, options.anchors)
+    shape, block = drafter.shape, drafter.config.block
+    anchor_R = draw_anchors(batch, block.anchors)
     if len(anchor_R) == 0:
         return _nothing(drafter)
     counted = Counted.build(batch, anchor_R, shape.num_drafts)
@@ -113,19 +105,17 @@ def block_losses(drafter: BlockDrafter, batch: PackedBatch) -> LossSums:
     prev_RJ = previous_tokens(batch, anchor_R, shape.num_drafts)
     students = Students(
         hidden_SH=counted.rows(hidden_RJH),
-        weight_S=torch.exp(-counted.place_S.to(torch.promote_types(hidden_RJH.dtype, torch.float32)) / options.decay),
-        slot_S=counted.place_S,
+        weight_S=torch.exp(-counted.draft_S.to(torch.promote_types(hidden_RJH.dtype, torch.float32)) / block.decay),
+        slot_S=counted.draft_S,
         counts_U=counted.counts_U,
         bias=_markov_bias(drafter, batch, counted, hidden_RJH, prev_RJ),
         candidates=0 if shape.selector is None else min(shape.selector.top_k, shape.draft_vocab_size),
     )
     prev_S = counted.rows(prev_RJ)
-    if options.d_pace:
+    if block.d_pace:
         with torch.no_grad():
             overlap_S = _distribution_losses(drafter, batch, counted, students, prev_S)[1]
-        students = replace(
-            students, weight_S=_d_pace(overlap_S, options.d_pace_smoothing, counted, hidden_RJH.shape[:2])
-        )
+        students = replace(students, weight_S=_d_pace(overlap_S, block.d_pace_smoothing, counted, hidden_RJH.shape[:2]))
     sums, overlap_S = _distribution_losses(drafter, batch, counted, students, prev_S)
     return _with_confidence(drafter, sums, students, prev_S, overlap_S)
 
@@ -158,13 +148,13 @@ def _distribution_losses(
 ) -> tuple[LossSums, Tensor]:
     """Losses of the distribution that slots draft from, and its acceptance probabilities [S], detached."""
     target_U = batch.input_ids_T[counted.teacher_U + 1]
-    weights, num_slots = drafter.loss.weights, drafter.shape.num_drafts
+    loss, num_slots = drafter.loss, drafter.shape.num_drafts
     base = student_loss(
         students,
         drafter.lm_head_DH,
         drafter.teacher(batch, counted.teacher_U),
         drafter.target_to_draft_V[target_U],
-        weights,
+        loss,
         num_slots,
     )
     if not students.candidates:
@@ -173,7 +163,7 @@ def _distribution_losses(
     chosen = base.candidates_SN == token_S[:, None]
     target_S = torch.where(chosen.any(-1), chosen.long().argmax(-1), -1)
     scores_SN = _candidate_scores(drafter, students, base, prev_S)
-    sums, overlap_S = candidate_loss(scores_SN, base.candidate_q_SN, target_S, students, weights, num_slots)
+    sums, overlap_S = candidate_loss(scores_SN, base.candidate_q_SN, target_S, students, loss, num_slots)
     sums.loss = sums.loss + base.sums.loss
     return sums, overlap_S
 
@@ -198,7 +188,7 @@ def _with_confidence(
     drafter: BlockDrafter, sums: LossSums, students: Students, prev_S: Tensor, overlap_S: Tensor
 ) -> LossSums:
     """Adds the confidence head's cross-entropy against the acceptance probabilities."""
-    body, options = drafter.body, drafter.options
+    body, options = drafter.body, drafter.config.dspark
     if body.confidence_head is None:
         return sums
     embedding_Sr = None if body.markov_head is None else body.markov_head.embed(prev_S)
@@ -220,7 +210,7 @@ def _d_pace(overlap_S: Tensor, smoothing: float, counted: Counted, shape_RJ: Seq
     is not there.
     """
     smooth_RJ = overlap_S.new_zeros(*shape_RJ).index_put_(
-        (counted.block_S, counted.place_S), (1 - smoothing) * overlap_S + smoothing
+        (counted.block_S, counted.draft_S), (1 - smoothing) * overlap_S + smoothing
     )
     survival_RJ = smooth_RJ.cumprod(-1)
     return counted.rows(survival_RJ.flip(-1).cumsum(-1).flip(-1)).clamp(min=torch.finfo(overlap_S.dtype).tiny)

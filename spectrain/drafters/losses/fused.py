@@ -8,7 +8,7 @@ same pass. Forward and backward together are three products per row (logits, d h
 and only one chunk of logits is alive. What follows the products goes through memory in tiles that a processor's cache
 holds.
 
-The terms themselves are in ``loss_terms.py``.
+The terms themselves are in ``terms.py``, their plain version in ``reference.py``.
 
 Legend: U teacher positions, S students (ragged: every teacher has at least one), K slots or steps, H hidden, D draft
 vocabulary, r rank of a bias, N candidates, C teachers and R students of a chunk, c teachers of a tile with k students
@@ -26,131 +26,20 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from spectrain.config.drafter_schema import LOSS_NAMES
-from spectrain.drafters.losses.terms import Outcome, TeacherProbs, terms_and_gradient
+from spectrain.drafters.losses.students import (
+    Bias,
+    LossSums,
+    StudentLoss,
+    Students,
+    Teacher,
+    loss_sums,
+    rows_in_chunk,
+    rows_of_size,
+)
+from spectrain.drafters.losses.terms import FUSED_TERMS, Outcome, TeacherProbs, terms_and_gradient
 from spectrain.target.cpu_kernels import linear
-from spectrain.target.head import TargetHead
 
-CHUNK_BYTES = 48 << 20  # of student logits on a CPU; the teacher's are at most as many again
-_DEVICE_CHUNK_BYTES = 1 << 29  # elsewhere: products of a few hundred rows would leave an accelerator idle
 _TILE_BYTES = 2 << 20  # of student logits on a CPU: a few times this must fit into a cache
-
-
-@dataclass
-class Teacher:
-    """The target's distributions at U positions, as hidden states; distributions are made chunk by chunk."""
-
-    head: TargetHead
-    last_hidden_UH: Tensor
-    log_normalizer_U: Tensor | None  # log Σ_V exp(logits); None: computed here over the whole vocabulary
-    rows_DH: Tensor | None  # the target's lm_head rows of the draft vocabulary; None: all
-
-    def log_probs(self, part: slice) -> Tensor:
-        """log q restricted to the draft vocabulary, float32 [C, D]; its exponentials sum to the mass inside,
-        not to 1.
-        """
-        hidden_CH = self.last_hidden_UH[part]
-        rows_DH = self.head.lm_head_weight if self.rows_DH is None else self.rows_DH
-        logits_CD = self.head.transform_logits(linear(self.head.post_norm(hidden_CH), rows_DH))
-        if self.log_normalizer_U is not None:
-            log_normalizer_C = self.log_normalizer_U[part]
-        else:
-            log_normalizer_C = logits_CD.logsumexp(-1) if self.rows_DH is None else self.head.log_normalizer(hidden_CH)
-        return logits_CD.sub_(log_normalizer_C[:, None])
-
-
-@dataclass
-class Bias:
-    """Something of low rank that a sequential head adds to the logits: ``rows · matrixᵀ``.
-
-    ``rows`` [U, r] where all students of a teacher share it (it depends on the token before the predicted one, and that
-    is the teacher's), which spares most of its cost; else [S, r].
-    """
-
-    rows: Tensor
-    matrix_Dr: Tensor
-    shared: bool
-
-
-@dataclass
-class Students:
-    """Predictions in the order of their teachers: the students of teacher u stand together, and teachers with as many
-    too (not needed, but then tiles are large)."""
-
-    hidden_SH: Tensor  # normed outputs of the drafter
-    weight_S: Tensor  # weight in the loss; 0: not there
-    slot_S: Tensor  # int64: the slot or step it belongs to in the statistics
-    counts_U: Sequence[int]  # students of each teacher
-    bias: Bias | None = None
-    candidates: int = 0  # how many of each student's likeliest tokens to note, for a head that chooses among them
-
-
-@dataclass
-class LossSums:
-    """Sums over positions, per step or slot: divide by ``count_K`` for means. Sums and counts add over micro-batches
-    and ranks.
-    """
-
-    loss: Tensor  # scalar, differentiable: Σ weight · Σ_terms coefficient · term
-    weight: Tensor  # scalar: Σ weight, the denominator of ``loss``
-    terms_K: dict[str, Tensor]  # name -> unweighted sum of each term
-    hits_K: Tensor  # argmax of the drafter is the document's own token
-    count_K: Tensor
-
-
-def by_teacher(teacher_S: Tensor) -> tuple[Tensor, Tensor, list[int]]:
-    """Order in which students (given by their teachers' positions) become ``Students``: (order [S], teacher positions
-    [U], counts).
-
-    Teachers with as many students stand together, the busiest last; among those, and among the students of one teacher,
-    the order stays.
-    """
-    teacher_U, count_U = torch.unique(teacher_S, return_counts=True)
-    rank_U = torch.argsort(count_U, stable=True)
-    place_U = torch.empty_like(rank_U)
-    place_U[rank_U] = torch.arange(len(rank_U), device=rank_U.device)
-    order_S = torch.argsort(place_U[torch.searchsorted(teacher_U, teacher_S)], stable=True)
-    return order_S, teacher_U[rank_U], count_U[rank_U].tolist()
-
-
-def draft_loss(
-    hidden_KUH: Tensor,
-    lm_head_DH: Tensor,
-    teacher: Teacher,
-    target_U: Tensor,
-    weight_KU: Tensor,
-    loss_weights: dict[str, float],
-) -> LossSums:
-    """Loss of K students per teacher position.
-
-    Args:
-        hidden_KUH: normed drafter outputs; student k of position u is the step-k prediction of the token after u.
-        lm_head_DH: the drafter's output matrix; its gradient is accumulated only where it requires one.
-        teacher: the target's distributions at the U positions.
-        target_U: the document's own next token as a *draft* id, -1 where it is outside the draft vocabulary.
-        weight_KU: weight of each student, 0 where there is none.
-        loss_weights: coefficients of ``ce``, ``kl``, ``tv``, ``lk``.
-    """
-    k, u = weight_KU.shape
-    students = Students(
-        hidden_SH=hidden_KUH.transpose(0, 1).flatten(0, 1),
-        weight_S=weight_KU.T.flatten(),
-        slot_S=torch.arange(k, device=weight_KU.device).repeat(u),
-        counts_U=[k] * u,
-    )
-    return student_loss(students, lm_head_DH, teacher, target_U, loss_weights, k).sums
-
-
-@dataclass
-class StudentLoss:
-    """``overlap_S``: Σ_D min(p, q) of every student, its acceptance probability at temperature 1. Only ``sums.loss``
-    has a gradient.
-    """
-
-    sums: LossSums
-    overlap_S: Tensor
-    candidates_SN: Tensor
-    candidate_q_SN: Tensor  # the target's probabilities of them
 
 
 def student_loss(
@@ -171,7 +60,8 @@ def student_loss(
     ):  # an autograd function would make gradients even then, which is two thirds of its work
         inputs = tuple(None if x is None else x.detach() for x in inputs)
     loss, terms_5S, *found = _DraftLoss.apply(*inputs, students, teacher, target_U, loss_weights)
-    return StudentLoss(_sums(loss, terms_5S, students.weight_S, students.slot_S, loss_weights, num_slots), *found)
+    sums = _sums(loss, terms_5S, students.weight_S, students.slot_S, loss_weights, num_slots)
+    return StudentLoss(sums, *found)
 
 
 def candidate_loss(
@@ -193,24 +83,15 @@ def candidate_loss(
 
 
 def _sums(
-    loss: Tensor, terms_5S: Tensor, weight_S: Tensor, slot_S: Tensor, loss_weights: dict[str, float], num_slots: int
+    loss: Tensor,
+    terms_5S: Tensor,
+    weight_S: Tensor,
+    slot_S: Tensor,
+    loss_weights: dict[str, float],
+    num_slots: int,
 ) -> LossSums:
-    return LossSums(
-        loss=loss,
-        weight=weight_S.sum(),
-        terms_K={
-            name: slot_sums(terms_5S[i], slot_S, num_slots)
-            for i, name in enumerate(LOSS_NAMES)
-            if loss_weights.get(name)
-        },
-        hits_K=slot_sums(terms_5S[-1], slot_S, num_slots),
-        count_K=slot_sums((weight_S > 0).long(), slot_S, num_slots),
-    )
-
-
-def slot_sums(value_S: Tensor, slot_S: Tensor, num_slots: int) -> Tensor:
-    """[K]: sums of ``value_S`` per slot."""
-    return value_S.new_zeros(num_slots).index_add_(0, slot_S, value_S)
+    terms = {name: terms_5S[index] for index, name in enumerate(FUSED_TERMS) if loss_weights.get(name)}
+    return loss_sums(loss, terms, terms_5S[-1], weight_S, slot_S, num_slots)
 
 
 class _DraftLoss(torch.autograd.Function):
@@ -287,7 +168,7 @@ class _Chunk:
 
     def tiles(self, matrix_DH: Tensor) -> Iterator[_Tile]:
         """Runs of teachers with equally many students, small enough for a cache."""
-        rows = _rows_of(_TILE_BYTES, matrix_DH) if matrix_DH.device.type == "cpu" else sum(self.counts_C)
+        rows = rows_of_size(_TILE_BYTES, matrix_DH) if matrix_DH.device.type == "cpu" else sum(self.counts_C)
         teacher = student = 0
         for k, run in groupby(self.counts_C):
             left, step = len(list(run)), max(1, rows // max(k, 1))
@@ -295,15 +176,6 @@ class _Chunk:
                 c = min(step, left)
                 yield _Tile(slice(teacher, teacher + c), slice(student, student + c * k), k)
                 teacher, student, left = teacher + c, student + c * k, left - c
-
-
-def rows_in_chunk(matrix_DH: Tensor) -> int:
-    """How many rows of logits are made at a time."""
-    return _rows_of(CHUNK_BYTES if matrix_DH.device.type == "cpu" else _DEVICE_CHUNK_BYTES, matrix_DH)
-
-
-def _rows_of(size: int, matrix_DH: Tensor) -> int:
-    return max(1, size // (4 * len(matrix_DH)))
 
 
 def _chunks(counts_U: Sequence[int], matrix_DH: Tensor) -> Iterator[_Chunk]:

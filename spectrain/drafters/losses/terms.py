@@ -1,13 +1,12 @@
-"""The loss terms of one position, and their gradient: the one place where they are defined.
+"""The loss terms of one position with their gradients, as the fused loss computes them; in plain torch they stand in
+``reference.py``.
 
 With p the drafter's distribution over its D tokens, q the target's distribution (true mass, not renormalised to the
 draft vocabulary), x* the document's own token, M = Σ_D q the mass inside the draft vocabulary:
 
-    ce   −log p(x*)            gradient  p − onehot(x*)                     (no term where x* is outside the draft
-         vocabulary)
+    ce   −log p(x*)            gradient  p − onehot(x*)               (no term where x* is outside the draft vocabulary)
     kl   Σ_D q log(q/p)        gradient  M·p − q
-    tv   1 − Σ_D min(p, q)     gradient  p·(Σ_D p·[p<q] − [p<q])            (1 − acceptance probability at temperature
-         1)
+    tv   1 − Σ_D min(p, q)     gradient  p·(Σ_D p·[p<q] − [p<q])      (1 − acceptance probability at temperature 1)
     lk   −log Σ_D min(p, q)    gradient  that of tv, divided by Σ_D min(p, q)
 
 tv and lk are the acceptance objectives of speculative sampling (Leviathan et al. 2023, section 3; LK losses).
@@ -22,8 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spectrain.config.drafter_schema import LOSS_NAMES
-
+FUSED_TERMS = ("ce", "kl", "tv", "lk")
 _LEAST_OVERLAP = 1e-6
 
 
@@ -48,7 +46,7 @@ class TeacherProbs:
 
 @dataclass
 class Outcome:
-    """What is learnt about each student beside the loss: its terms in the order of ``LOSS_NAMES``, 1 where its argmax
+    """What is learnt about each student beside the loss: its terms in the order of ``FUSED_TERMS``, 1 where its argmax
     is the document's token (zero where its weight is zero), and Σ_D min(p, q)."""
 
     terms_5ck: Tensor
@@ -56,7 +54,7 @@ class Outcome:
 
     @classmethod
     def empty(cls, shape: tuple[int, ...], like: Tensor) -> Outcome:
-        return cls(like.new_zeros(len(LOSS_NAMES) + 1, *shape), like.new_zeros(shape))
+        return cls(like.new_zeros(len(FUSED_TERMS) + 1, *shape), like.new_zeros(shape))
 
 
 def terms_and_gradient(
@@ -72,7 +70,7 @@ def terms_and_gradient(
     ``logits_ckD`` is overwritten by the gradient of the sum that is returned, ``outcome`` is filled in. Every gradient
     is ``p·(a − s·[p<q]) − c·q − e·onehot`` with a, s, c, e per row, so terms are summed as coefficients first.
     """
-    ce_w, kl_w, tv_w, lk_w = (loss_weights.get(name, 0.0) for name in LOSS_NAMES)
+    ce_w, kl_w, tv_w, lk_w = (loss_weights.get(name, 0.0) for name in FUSED_TERMS)
     counted_ck = weight_ck > 0
     stats_5ck, overlap_ck, mass_c = outcome.terms_5ck, outcome.overlap_ck, probs.mass_c
     q_c1D = probs.q_cD[:, None]

@@ -1,8 +1,12 @@
-"""What every drafter offers: losses for training, scores for the simulation, and a cache with ``observe`` and
-``propose`` for decoding.
+"""What every drafter offers: losses for training, scores for simulation, and a cache with ``observe`` and ``propose``
+for decoding.
 
-``observe`` and ``propose`` mirror what a server does with a drafter: verified tokens enter with the target's features,
-and drafting leaves no trace.
+``observe`` and ``propose`` mirror what a server does with a drafter: verified tokens enter with what the target
+computed for them, and drafting leaves no trace.
+
+    DrafterShape   everything that decides parameters and arithmetic; what a folder's config.json describes
+    Drafter        the module: a body with parameters, and the target's embedding and head, which it borrows
+    DrafterMethod  (registry.py) a kind of drafter: how one is configured, built, stored and told to vLLM
 """
 
 from __future__ import annotations
@@ -10,23 +14,26 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from spectrain.config.drafter_schema import LOSS_NAMES, LossConfig
+from spectrain.config.drafter_schema import DrafterConfig, LossConfig
 from spectrain.data.packing import PackedBatch
 from spectrain.data.vocab import DraftVocab
 from spectrain.decoding.proposers import Observation, Proposal
 from spectrain.decoding.sampling import SamplingParams
-from spectrain.drafters.foreign_checkpoints import Copies
-from spectrain.drafters.layers import LayerShape
-from spectrain.drafters.losses.fused import LossSums, Teacher
+from spectrain.drafters.layers import RMSNorm
+from spectrain.drafters.losses.reference import TERMS
+from spectrain.drafters.losses.students import LossSums, Teacher
+from spectrain.drafters.target_copies import TargetCopies
 from spectrain.target.head import TargetHead
 
 Batches = Callable[[], Iterable[PackedBatch]]  # the same ones at every call
 Advance = Callable[[float], None]  # told how much more of some work is done
+
+_INIT_STD = 0.02
 
 
 @dataclass
@@ -34,9 +41,8 @@ class DraftScores:
     """What one teacher-forced pass says about every anchor of a batch. R anchors, K slots.
 
     ``anchor_R`` are flat positions in the batch: the token there is committed, slot j (from 1) drafts the token j
-    places behind it. ``accept_RK`` is the probability that the server accepts the document's own token there, given
-    that all slots before it were
-    accepted: min(1, p/q); at temperature 0 it is 0 or 1. Slots beyond the document hold 0.
+    positions behind it. ``accept_RK`` is the probability that the server accepts the document's own token there, given
+    that all slots before it were accepted: min(1, p/q); at temperature 0 it is 0 or 1. Slots beyond the document hold 0.
     ``confidence_RK``: what a confidence head says of the same slots, in (0, 1) and before calibration, given the
     document's own tokens before them; None without such a head.
     """
@@ -46,59 +52,68 @@ class DraftScores:
     confidence_RK: Tensor | None = None
 
 
-class DrafterShape(Protocol):
-    """What every architecture's shape says."""
+class DrafterShape:
+    """Base of what decides a drafter's parameters and arithmetic: a frozen dataclass with at least these fields."""
+
+    taps: tuple[int, ...]  # of the target, ascending; empty where none are read
+    target_vocab_size: int
+    draft_vocab_size: int
 
     @property
-    def layer(self) -> LayerShape: ...
+    def hidden_size(self) -> int:
+        """The target's hidden size, which the drafter shares."""
+        raise NotImplementedError
+
     @property
-    def num_layers(self) -> int: ...
+    def owns_head(self) -> bool:
+        """A full-vocabulary drafter shares the target's lm_head."""
+        return self.draft_vocab_size < self.target_vocab_size
+
     @property
-    def taps(self) -> tuple[int, ...]: ...
+    def max_drafts(self) -> int | None:
+        """Drafts of a round at most; None: drafting can always go on."""
+        return None
+
     @property
-    def target_vocab_size(self) -> int: ...
-    @property
-    def draft_vocab_size(self) -> int: ...
-    @property
-    def owns_head(self) -> bool: ...
+    def has_confidence(self) -> bool:
+        """Whether it estimates how likely each draft is to be accepted."""
+        return False
 
 
 class Drafter(nn.Module, ABC):
-    """Base of all drafters, and a ``Proposer``. ``vocab``: the tokens it can draft; ``taps``: the target's layers it
-    reads, ascending.
+    """Base of all drafters, and a ``Proposer``. ``vocab``: the tokens it can draft; ``taps``: the target's auxiliary
+    hidden-state layers that it reads, ascending.
 
-    ``body`` holds the parameters, under the names they have in the drafter's folder. ``loss`` and ``attention`` matter
-    to training only.
+    ``body`` holds the parameters, under the names they have in the drafter's folder. ``config`` matters to training
+    only: its loss, attention kernels, and what else its kind's sections say of training.
     """
 
     taps: tuple[int, ...]
     vocab: DraftVocab
     body: Any
-    copies: Copies | None = None  # matrices of its target that came with its weights, until they are compared
     reads_last_hidden = False  # the target's last hidden state, after its final norm, beside the taps
+    has_closed_form = False  # whether ``closed_form_init`` is there
+    copies: TargetCopies | None = None  # matrices of its target that came with its weights, until they are compared
     temperatures: tuple[float, ...] = ()  # calibration of a confidence head, one a slot; empty: none
     draft_ids_D: Tensor
     target_to_draft_V: Tensor
 
-    def __init__(self, shape: DrafterShape, vocab: DraftVocab, loss: LossConfig | None, attention: str) -> None:
+    def __init__(self, shape: DrafterShape, vocab: DraftVocab, config: DrafterConfig | None = None) -> None:
         super().__init__()
         if (len(vocab.ids_D), vocab.target_size) != (shape.draft_vocab_size, shape.target_vocab_size):
-            raise ValueError(
-                f"the vocabulary keeps {len(vocab.ids_D)} of {vocab.target_size} tokens, the shape says "
-                f"{shape.draft_vocab_size}"
-            )
+            kept = f"{len(vocab.ids_D)} of {vocab.target_size} tokens"
+            raise ValueError(f"the vocabulary keeps {kept}, the shape says {shape.draft_vocab_size}")
         self.shape: Any = shape
         self.vocab = vocab
         self.taps = shape.taps
-        self.loss = loss or LossConfig()
-        self.attention = attention
+        self.config = config or DrafterConfig()
         self.register_buffer("draft_ids_D", vocab.ids_D.clone(), persistent=False)
         self.register_buffer("target_to_draft_V", vocab.target_to_draft(), persistent=False)
 
     @property
     @abstractmethod
     def method(self) -> str:
-        """Its name: what ``drafter.method`` of the configuration and the folder call it."""
+        """The name of its kind, in ``drafter.method`` of the configuration and in its folder."""
 
     @property
     @abstractmethod
@@ -112,18 +127,30 @@ class Drafter(nn.Module, ABC):
 
     @property
     def has_confidence(self) -> bool:
-        """Whether it says of each draft how likely that is to stand."""
-        return False
+        return bool(self.shape.has_confidence)
+
+    @property
+    def loss(self) -> LossConfig:
+        return self.config.loss
 
     @property
     def loss_terms(self) -> list[str]:
         """Names of the terms in ``LossSums.terms_K``."""
-        return [name for name in LOSS_NAMES if self.loss.weights.get(name)]
+        return [name for name in TERMS if self.loss.weights.get(name)]
 
     @property
     def lm_head_DH(self) -> Tensor:
         """Its own output matrix with a reduced vocabulary, else the target's."""
         return self.body.lm_head.weight if self.shape.owns_head else self.head.lm_head_weight
+
+    @torch.no_grad()
+    def reset(self, generator: torch.Generator) -> None:
+        """Random weights: linear ones N(0, 0.02), gains of norms 1."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                module.weight.normal_(0.0, _INIT_STD, generator=generator)
+            elif isinstance(module, RMSNorm):
+                module.weight.fill_(1.0)
 
     def attach(self, head: TargetHead) -> Drafter:
         """Lend the target's embedding and head, which a drafter shares and never owns. Needed before ``observe`` and
@@ -140,6 +167,13 @@ class Drafter(nn.Module, ABC):
         self.__dict__["_teacher_rows_DH"] = rows_DH
         return self
 
+    @property
+    def head(self) -> TargetHead:
+        head = self.__dict__.get("_head")
+        if head is None:
+            raise RuntimeError("call drafter.attach(head) first: a drafter borrows the target's embedding")
+        return head
+
     def teacher(self, batch: PackedBatch, teacher_U: Tensor) -> Teacher:
         """The target's distributions at the flat positions ``teacher_U`` of a batch."""
         return Teacher(
@@ -151,16 +185,9 @@ class Drafter(nn.Module, ABC):
 
     def attention_backend(self, batch: PackedBatch) -> str:
         """Which attention a training pass uses: eager, sdpa or flex."""
-        if self.attention != "auto":
-            return self.attention
+        if self.config.attention != "auto":
+            return self.config.attention
         return "flex" if batch.input_ids_T.is_cuda else "eager"
-
-    @property
-    def head(self) -> TargetHead:
-        head = self.__dict__.get("_head")
-        if head is None:
-            raise RuntimeError("call drafter.attach(head) first: a drafter borrows the target's embedding")
-        return head
 
     def forward(self, batch: PackedBatch) -> LossSums:
         """``train_losses``, under the name that data-parallel wrappers intercept."""
@@ -170,18 +197,18 @@ class Drafter(nn.Module, ABC):
     def train_losses(self, batch: PackedBatch) -> LossSums:
         """Loss sums and counts of a packed batch."""
 
-    @abstractmethod
     def closed_form_init(self, batches: Batches, advance: Advance = lambda percent: None) -> int:
-        """Solve for closed-form initialisation on training documents; returns the places of the text used, 0 if it
-        cannot be solved.
+        """Solve for initial weights on training documents; returns the positions of the text used, 0 if it cannot be
+        solved. Kinds that have one say so by ``has_closed_form``.
         """
+        return 0
 
     @abstractmethod
     def score(
         self, batch: PackedBatch, num_tokens: int, sampling: SamplingParams, draft_sampling: SamplingParams
     ) -> DraftScores:
-        """Acceptance of the document's own tokens under the target's sampling distribution, teacher forced (input of
-        the simulation).
+        """Acceptance of the document's own tokens under the target's sampling distribution, teacher forced: what
+        simulated acceptance is made of.
         """
 
     @abstractmethod
@@ -189,9 +216,7 @@ class Drafter(nn.Module, ABC):
 
     @abstractmethod
     def observe(self, cache: Any, observation: Observation) -> None:
-        """Take in verified tokens and the target's taps at the same positions. Rows are padded on the right; row b has
-        ``lengths_B[b]``.
-        """
+        """Take in verified tokens and what the target computed there."""
 
     @abstractmethod
     def propose(
@@ -204,7 +229,7 @@ class Drafter(nn.Module, ABC):
     ) -> Proposal:
         """Draft n tokens behind the committed ``anchor_B``, whose taps do not exist yet. Leaves the cache as it was.
 
-        A greedy ``sampling`` drafts argmax; any other draws, row b from ``generators[b]`` alone.
+        Greedy ``sampling`` drafts argmaxes; any other draws, row b from ``generators[b]`` alone.
         """
 
     @abstractmethod

@@ -1,68 +1,79 @@
-"""The EAGLE-3 drafter: the architecture of ``eagle3.py`` behind the interface of every drafter."""
+"""What all autoregressive drafters share: one step makes one token, and step k is fed what step k − 1 made.
+
+A kind says how its steps are unrolled over a text (``unroll``) and how they go on from a cache (``draft_steps``); losses,
+scores and drafting are the same for all.
+
+Legend: B rows, M counted columns, K steps, U teacher positions, R anchors, H hidden, D draft vocabulary, V target
+vocabulary.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from spectrain.config.drafter_schema import LossConfig
+from spectrain.config.drafter_schema import DrafterConfig
+from spectrain.config.schema import TrainerConfig
 from spectrain.data.packing import PackedBatch
-from spectrain.data.vocab import DraftVocab
-from spectrain.decoding.proposers import Observation, Proposal
+from spectrain.decoding.proposers import Proposal
 from spectrain.decoding.sampling import SamplingParams, sample, truncated_log_probs
-from spectrain.drafters.autoregressive import draft_steps as decode
-from spectrain.drafters.autoregressive.eagle3 import Eagle3Body, Eagle3Shape
-from spectrain.drafters.autoregressive.eagle3_init import closed_form_init
-from spectrain.drafters.autoregressive.unroll import Columns, by_teacher, unroll
-from spectrain.drafters.base import Advance, Batches, Drafter, DraftScores
+from spectrain.drafters.autoregressive.unroll import Columns, by_teacher
+from spectrain.drafters.drafter import Drafter, DraftScores
 from spectrain.drafters.drafter_cache import draft_uniforms
-from spectrain.drafters.layers import Rotary
-from spectrain.drafters.losses.fused import LossSums, draft_loss
+from spectrain.drafters.losses import LossSums, draft_loss
+from spectrain.drafters.registry import CorpusSize, DrafterMethod, TrainingCost
 from spectrain.drafters.teacher_forced import accept_probability
 from spectrain.target.cpu_kernels import linear
 from spectrain.target.families import at_least_float32
 
+# Matrices that each token of the text meets once, and those that an output does not meet as a product of its own.
+_PER_TOKEN = ("fc.weight",)
+_NOT_PER_OUTPUT = (*_PER_TOKEN, "lm_head.weight")
 
-class Eagle3(Drafter):
-    """EAGLE-3 with any number of taps. ``steps`` are unrolled in training; drafting can go further."""
 
-    method = "eagle3"
-    shape: Eagle3Shape
-    body: Eagle3Body
+class Steps(Protocol):
+    """The steps of one draft, in order: yields normed hidden states [B, H]; ``token_B``, what was drafted from them,
+    must be set before the next step.
+    """
 
-    def __init__(
-        self,
-        shape: Eagle3Shape,
-        vocab: DraftVocab,
-        steps: int = 3,
-        loss: LossConfig | None = None,
-        attention: str = "auto",
-    ) -> None:
-        super().__init__(shape, vocab, loss, attention)
-        self.steps = steps
-        self.body = Eagle3Body(shape)
-        self.rotary = Rotary(shape.layer)
+    token_B: Tensor
+
+    def __iter__(self) -> Steps: ...
+
+    def __next__(self) -> Tensor: ...
+
+
+class AutoregressiveDrafter(Drafter):
+    """``config.autoregressive.ttt_steps`` are unrolled in training; drafting can go further."""
+
+    @abstractmethod
+    def unroll(self, batch: PackedBatch, columns: Columns) -> Tensor:
+        """Normed outputs [K, M, H] of teacher-forced steps 0 … K − 1 at the counted columns."""
+
+    @abstractmethod
+    def draft_steps(self, cache: Any, anchor_B: Tensor, n: int) -> Steps:
+        """The n steps of a draft behind the committed ``anchor_B``. The cache is as before when they are done."""
 
     @property
     def training_steps(self) -> int:
-        return self.steps
-
-    def closed_form_init(self, batches: Batches, advance: Advance = lambda percent: None) -> int:
-        return closed_form_init(self.body, self.head, batches, self.steps, self.loss.step_decay, advance)
+        return self.config.autoregressive.ttt_steps
 
     def train_losses(self, batch: PackedBatch) -> LossSums:
-        columns = Columns.build(batch, self.steps)
-        hidden_KMH = unroll(self.body, self.rotary, self.head, batch, columns, self.attention_backend(batch))
-        students = by_teacher(hidden_KMH, columns.weights(self.loss.step_decay), columns, batch.num_tokens)
+        columns = Columns.build(batch, self.training_steps)
+        hidden_KMH = self.unroll(batch, columns)
+        weight_KM = columns.weights(self.config.autoregressive.step_decay)
+        students = by_teacher(hidden_KMH, weight_KM, columns, batch.num_tokens)
         sums = draft_loss(
             students.hidden_KUH,
             self.lm_head_DH,
             self.teacher(batch, students.teacher_U),
             self.target_to_draft_V[batch.input_ids_T[students.teacher_U + 1]],
             students.weight_KU,
-            self.loss.weights,
+            self.loss,
         )
         if len(columns.query_M) == 0:
             # Every parameter must still have a gradient, or data-parallel ranks with text would wait for this one for
@@ -75,7 +86,7 @@ class Eagle3(Drafter):
         self, batch: PackedBatch, num_tokens: int, sampling: SamplingParams, draft_sampling: SamplingParams
     ) -> DraftScores:
         columns = Columns.build(batch, num_tokens)
-        hidden_KMH = unroll(self.body, self.rotary, self.head, batch, columns, self.attention_backend(batch))
+        hidden_KMH = self.unroll(batch, columns)
         students = by_teacher(hidden_KMH, columns.valid_KM.float(), columns, batch.num_tokens)
         accept_KU = accept_probability(
             students.hidden_KUH,
@@ -93,31 +104,23 @@ class Eagle3(Drafter):
         accept_RK = torch.stack([accept_KU[k, index_T[anchor_R + k]] for k in range(num_tokens)], dim=1)
         return DraftScores(anchor_R, accept_RK * columns.valid_KM.T)
 
-    def new_cache(self, batch_size: int) -> decode.AutoregressiveCache:
-        return decode.new_cache(self.body, batch_size)
-
-    @torch.no_grad()
-    def observe(self, cache: decode.AutoregressiveCache, observation: Observation) -> None:
-        decode.observe(self.body, self.rotary, self.head, cache, observation)
-
     @torch.no_grad()
     def propose(
         self,
-        cache: decode.AutoregressiveCache,
+        cache: Any,
         anchor_B: Tensor,
         n: int,
         sampling: SamplingParams,
         generators: Sequence[torch.Generator] | None = None,
     ) -> Proposal:
         uniforms_Bn = draft_uniforms(generators, n, anchor_B) if not sampling.greedy else None
-        steps = decode.DraftSteps(self.body, self.rotary, self.head, cache, anchor_B, n)
+        steps = self.draft_steps(cache, anchor_B, n)
         ids, log_probs = [], []
         for k, normed_BH in enumerate(steps):
             logits_BD = at_least_float32(linear(normed_BH, self.lm_head_DH.to(normed_BH.dtype)))
-            if sampling.greedy:
+            if uniforms_Bn is None:
                 draft_B = logits_BD.argmax(-1)
             else:
-                assert uniforms_Bn is not None
                 log_p_BD = truncated_log_probs(logits_BD, sampling)
                 draft_B = sample(log_p_BD.exp(), uniforms_Bn[:, k])
                 full_BV = log_p_BD.new_full((len(log_p_BD), self.vocab.target_size), float("-inf"))
@@ -126,6 +129,24 @@ class Eagle3(Drafter):
             ids.append(steps.token_B)
         return Proposal(ids=torch.stack(ids, dim=1), log_probs=torch.stack(log_probs, dim=1) if log_probs else None)
 
-    def select(self, cache: decode.AutoregressiveCache, rows: Tensor) -> decode.AutoregressiveCache:
+    def select(self, cache: Any, rows: Tensor) -> Any:
         cache.select(rows)
         return cache
+
+
+class AutoregressiveMethod(DrafterMethod):
+    """What all kinds of autoregressive drafters have in common."""
+
+    sections = ("autoregressive",)
+    drafts_step_by_step = True
+
+    def training_cost(
+        self, config: DrafterConfig, trainer: TrainerConfig, entries: Mapping[str, int], corpus: CorpusSize
+    ) -> TrainingCost:
+        steps = config.autoregressive.ttt_steps
+        return TrainingCost(
+            outputs=corpus.generated_tokens * steps,
+            batch_outputs=trainer.packed_length * trainer.micro_batch_size * steps,
+            token_entries=sum(size for name, size in entries.items() if name in _PER_TOKEN),
+            output_entries=sum(size for name, size in entries.items() if not name.endswith(_NOT_PER_OUTPUT)),
+        )

@@ -1,0 +1,247 @@
+"""Kinds of drafters: one ``DrafterMethod`` each. Nothing outside asks which kind a drafter is.
+
+A kind is one module that ends with ``METHOD = …`` and one line of ``_SHIPPED``. A kind of your own needs no line: name
+its module (``drafter=mine drafter.module=my_pkg.my_drafter``), or let your package declare an entry point in the group
+``spectrain.drafters``, and fit, eval, plan, the report and the folder know it like those that ship.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from torch import nn
+
+from spectrain.config.conversion import suggest
+from spectrain.config.drafter_schema import DrafterConfig
+from spectrain.config.schema import TrainerConfig
+from spectrain.data.vocab import DraftVocab
+from spectrain.drafters.drafter import Drafter, DrafterShape
+from spectrain.errors import ConfigError
+from spectrain.target.head import TargetHead
+from spectrain.target.spec import TargetSpec
+
+ENTRY_POINTS = "spectrain.drafters"
+_SHIPPED = {
+    "eagle3": "spectrain.drafters.autoregressive.eagle3",
+    "peagle": "spectrain.drafters.autoregressive.peagle",
+    "dflash": "spectrain.drafters.block.dflash",
+    "dspark": "spectrain.drafters.block.dspark",
+    "dflash2": "spectrain.drafters.block.dflash2",
+}
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """What a kind may want to know of the training text before it is built. ``token_counts``: how often each token of
+    the target's vocabulary occurs, [V]; counted when first asked for.
+    """
+
+    token_counts: Callable[[], np.ndarray]
+    head: TargetHead
+
+
+@dataclass(frozen=True)
+class TrainingCost:
+    """What training does, for ``plan``. ``outputs``: hidden states that meet the head, of all documents once;
+    ``batch_outputs``: of one micro-batch; ``token_entries``, ``output_entries``: matrix entries that each token of the
+    text, and each output, is multiplied with.
+    """
+
+    outputs: float
+    batch_outputs: float
+    token_entries: int
+    output_entries: int
+
+
+@dataclass(frozen=True)
+class CorpusSize:
+    """Tokens of all documents, how many of them were generated, and how many a packed sequence holds."""
+
+    tokens: int
+    generated_tokens: int
+
+
+class DrafterMethod:
+    """A kind of drafter. The defaults are those of a kind that this version can only tell vLLM about."""
+
+    name: ClassVar[str]  # drafter.method, and speculators_model_type of its folders
+    label: ClassVar[str]  # as a person reads it
+    sections: ClassVar[tuple[str, ...]] = ()  # of ``drafter`` that only this kind and its relatives read
+    trainable: ClassVar[bool] = True
+    # A shorter round is the beginning of a longer one, and costs its share of it.
+    drafts_step_by_step: ClassVar[bool] = False
+
+    # --- from configuration to drafter -------------------------------------------------------------------------------
+
+    def default_taps(self, spec: TargetSpec) -> tuple[int, ...]:
+        """Taps where the configuration names none."""
+        return spec.default_taps()
+
+    def taps(self, config: DrafterConfig, spec: TargetSpec) -> tuple[int, ...]:
+        """The taps of the configuration, or the default ones. ConfigError outside [0, N], N the target's layers."""
+        taps = config.taps if config.taps is not None else self.default_taps(spec)
+        beyond = [tap for tap in taps if tap > spec.num_layers]
+        if beyond:
+            raise ConfigError(
+                f"drafter.taps={list(taps)}: {beyond[0]} lies beyond the last layer; the target has {spec.num_layers} "
+                f"layers, so taps run from 0 to {spec.num_layers}"
+            )
+        return tuple(taps)
+
+    def max_drafts(self, config: DrafterConfig) -> int | None:
+        """Drafts of a round that a fresh drafter of this configuration gives at most; None: no limit."""
+        return None
+
+    def has_confidence(self, config: DrafterConfig) -> bool:
+        """Whether a fresh drafter of this configuration estimates how likely its drafts are to be accepted."""
+        return False
+
+    def check(self, config: DrafterConfig) -> None:
+        """ConfigError for settings that this kind does not have."""
+
+    def resolve(self, config: DrafterConfig, corpus: Corpus, say: Callable[[str], None]) -> DrafterConfig:
+        """The configuration with what depends on the training text filled in. ``say``: a line for the user."""
+        return config
+
+    def shape(self, config: DrafterConfig, spec: TargetSpec) -> DrafterShape:
+        """The shape of a fresh drafter. Raises ConfigError for a setting that does not fit the target."""
+        raise self._cannot("train or measure")
+
+    def build(self, shape: Any, vocab: DraftVocab, config: DrafterConfig) -> Drafter:
+        """A drafter with any weights."""
+        raise self._cannot("train or measure")
+
+    def body(self, shape: Any) -> nn.Module:
+        """Its parameters alone, for counting them on the meta device."""
+        raise self._cannot("train or measure")
+
+    def copy_from_target(self, drafter: Any, spec: TargetSpec, head: TargetHead, folder: Path) -> None:
+        """Copy what a fresh drafter can use of the target, beyond rows of its head (``drafter.init=target``)."""
+
+    def training_cost(
+        self, config: DrafterConfig, trainer: TrainerConfig, entries: Mapping[str, int], corpus: CorpusSize
+    ) -> TrainingCost:
+        """``entries``: name -> entries of each of its matrices."""
+        raise self._cannot("train or measure")
+
+    # --- its folder --------------------------------------------------------------------------------------------------
+
+    architecture: ClassVar[str] = ""  # architectures[0] of its config.json
+    taps_field: ClassVar[str] = ""  # where the ids of its taps stand there
+    # What vLLM takes where a folder in the speculators layout is silent.
+    vllm_defaults: ClassVar[Mapping[str, Any]] = {}
+    default_theta: ClassVar[float | None] = None  # rope_theta where such a folder has none; None: it must have one
+    # What vLLM is told besides the folder's name; None: vLLM has no such kind.
+    speculative_config: ClassVar[Mapping[str, Any] | None] = None
+    may_leave_out_taps: ClassVar[bool] = False  # others write folders without them, and mean the target's default ones
+    # Architectures under which others write drafters of this kind.
+    foreign_architectures: ClassVar[tuple[str, ...]] = ()
+
+    def describe(self, drafter: Any) -> dict[str, Any]:
+        """Fields of config.json that only this kind has."""
+        raise self._cannot("write")
+
+    def metadata(self, drafter: Any) -> dict[str, Any]:
+        """What our own loop or a later training has a use for and vLLM has not; stands under ``spectrain``."""
+        return {}
+
+    def read_shape(self, fields: dict[str, Any]) -> DrafterShape:
+        """The shape that a config.json describes. Raises KeyError, TypeError or ValueError where it describes none."""
+        raise self._cannot("train or measure")
+
+    def read_drafter(self, shape: Any, vocab: DraftVocab, metadata: Mapping[str, Any]) -> Drafter:
+        """A drafter of that shape, its weights not yet read. ``metadata``: as ``metadata`` gave it. Raises ValueError
+        where that makes no sense.
+        """
+        return self.build(shape, vocab, DrafterConfig(method=self.name))
+
+    def read_max_drafts(self, fields: Mapping[str, Any]) -> int | None:
+        """Drafts of a round at most, by a config.json that may lack what ``read_shape`` wants."""
+        return None
+
+    def settings(self, shape: Any) -> dict[str, object]:
+        """What the keys of ``drafter`` that decide a shape would say of this one: ``{"block.block_size": 8}``. A drafter
+        that is trained further keeps them.
+        """
+        return {}
+
+    def read_foreign(self, architecture: str, config: dict[str, Any], where: str) -> dict[str, Any]:
+        """A config.json of another project's layout as one of the speculators layout. Raises InputError."""
+        raise self._cannot("read")
+
+    def _cannot(self, what: str) -> ConfigError:
+        return ConfigError(f"drafter.method={self.name}: this version does not {what} {self.label} drafters")
+
+
+_registered: dict[str, DrafterMethod] = {}
+
+
+def register(method: DrafterMethod) -> DrafterMethod:
+    """Make a kind known under its name; of two with one name the later one counts."""
+    _registered[method.name] = method
+    return method
+
+
+def load_module(module: str | None) -> None:
+    """Import the module of ``drafter.module``, which registers its kind: by ``register``, or by a ``METHOD`` in it.
+
+    Raises ConfigError if it cannot be imported, or registers nothing.
+    """
+    if module is None:
+        return
+    known = set(_registered)
+    try:
+        found = importlib.import_module(module)
+    except Exception as error:  # whatever code of the user's raises
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(f"drafter.module={module} cannot be imported ({type(error).__name__}: {reason})") from error
+    if isinstance(getattr(found, "METHOD", None), DrafterMethod):
+        register(found.METHOD)
+    elif set(_registered) == known and not any(type(m).__module__ == module for m in _registered.values()):
+        raise ConfigError(f"drafter.module={module} registers no kind of drafter: end it with METHOD = MyMethod()")
+
+
+def find_method(name: str) -> DrafterMethod:
+    """The kind called ``name``. Raises ConfigError, with the nearest name, if there is none."""
+    method = known_method(name)
+    if method is None:
+        names = method_names()
+        close = suggest(name, names)
+        hint = f"did you mean {close[0]}?" if close else f"use one of {', '.join(names)}"
+        raise ConfigError(f"drafter.method={name} is unknown: {hint} (a kind of your own comes with drafter.module)")
+    return method
+
+
+def known_method(name: str) -> DrafterMethod | None:
+    if name in _registered:
+        return _registered[name]
+    if name in _SHIPPED:
+        return register(importlib.import_module(_SHIPPED[name]).METHOD)
+    for entry in entry_points(group=ENTRY_POINTS, name=name):
+        found = entry.load()
+        return register(found if isinstance(found, DrafterMethod) else found.METHOD)
+    return None
+
+
+def method_names() -> list[str]:
+    """Names of all kinds that can be trained, those that ship first."""
+    names = [*_SHIPPED, *_registered, *(entry.name for entry in entry_points(group=ENTRY_POINTS))]
+    return [name for name in dict.fromkeys(names) if (method := known_method(name)) is not None and method.trainable]
+
+
+def all_methods() -> list[DrafterMethod]:
+    """Every kind, those included that are only told to vLLM."""
+    found = (known_method(name) for name in dict.fromkeys((*_SHIPPED, *_registered)))
+    return [method for method in found if method is not None]
+
+
+def method_label(name: str) -> str:
+    """The name of a kind as a person reads it; an unknown one is shown as it is."""
+    method = known_method(name)
+    return name if method is None else method.label
