@@ -16,7 +16,7 @@ import dataclasses
 import operator
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, ClassVar, Literal
 
@@ -28,16 +28,38 @@ _BOUNDS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
     "at_most": ("at most", operator.le),
     "below": ("less than", operator.lt),
 }
+_TYPES: dict[Any, tuple[str, str]] = {  # type -> what one value is called, and several
+    int: ("a whole number", "whole numbers"),
+    float: ("a number", "numbers"),
+    bool: ("true or false", "true or false"),
+    str: ("text", "texts"),
+    Any: ("anything", "anything"),
+}
 
 
-def key(default: Any = dataclasses.MISSING, help: str = "", *, make: Any = dataclasses.MISSING, **bounds: float) -> Any:
-    """A key of a section. ``make``: makes the default (for lists and sections). Bounds: at_least, above, at_most,
-    below; ``None``, where the type allows it, satisfies them all.
+def key(
+    default: Any = dataclasses.MISSING,
+    help: str = "",
+    *,
+    make: Any = dataclasses.MISSING,
+    example: str = "",
+    **bounds: float,
+) -> Any:
+    """A key of a section.
+
+    Args:
+        help: what it means, with its unit, and what null means where it may be null.
+        make: makes the default (for lists and sections).
+        example: a value to show in the help, where the one that is made up from the type would say little.
+        bounds: at_least, above, at_most, below; ``None``, where the type allows it, satisfies them all.
     """
     assert bounds.keys() <= _BOUNDS.keys()
-    return dataclasses.field(default=default, default_factory=make, metadata={"help": help, **bounds})
+    return dataclasses.field(
+        default=default, default_factory=make, metadata={"help": help, "example": example, **bounds}
+    )
 
 
+@dataclasses.dataclass(frozen=True)
 class Section:
     """Base of all sections. ``name``: where it stands in the configuration, such as ``drafter.loss``."""
 
@@ -47,9 +69,12 @@ class Section:
         cls.section_name = name or cls.section_name
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            kind = key_types(type(self))[field.name]
-            check_value(f"{self.section_name}.{field.name}", getattr(self, field.name), kind, field.metadata)
+        section: type = type(self)
+        kinds = key_types(section)
+        for field in dataclasses.fields(self):
+            check_value(
+                f"{self.section_name}.{field.name}", getattr(self, field.name), kinds[field.name], field.metadata
+            )
         self._check()
 
     def _check(self) -> None:
@@ -69,24 +94,68 @@ def key_types(section: type) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(section)}
 
 
-def options(kind: Any) -> tuple[Any, ...]:
-    """The values that a ``Literal`` allows, ``None`` among them where the key may be null; empty for other types."""
-    if typing.get_origin(kind) is Literal:
-        return typing.get_args(kind)
+def without_null(kind: Any) -> tuple[Any, bool]:
+    """(type, whether it may be null) of ``kind``, which may be ``X | None``."""
     if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
-        found = [options(part) for part in typing.get_args(kind) if part is not types.NoneType]
-        return (None, *found[0]) if len(found) == 1 and found[0] else ()
+        (found,) = (part for part in typing.get_args(kind) if part is not types.NoneType)
+        return found, True
+    return kind, False
+
+
+def options(kind: Any) -> tuple[Any, ...]:
+    """The values that a ``Literal`` allows (of a tuple: each of its entries), ``None`` among them where the key may be
+    null; empty for other types.
+    """
+    kind, nullable = without_null(kind)
     if typing.get_origin(kind) is tuple:
         return options(typing.get_args(kind)[0])
-    return ()
+    found = typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
+    return (None, *found) if found and nullable else found
 
 
-def check_value(name: str, value: Any, kind: Any, bounds: Any) -> None:
+def is_mapping(kind: Any) -> bool:
+    """Whether a key holds names and values of its own, as ``engine.args`` does."""
+    return typing.get_origin(without_null(kind)[0]) is dict
+
+
+def describe(kind: Any) -> str:
+    """A type in words: ``a list of whole numbers, or null``."""
+    kind, nullable = without_null(kind)
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Literal:
+        text = f"one of {', '.join(map(str, parts))}"
+    elif origin is tuple:
+        text = f"a list of {_several(parts[0])}"
+    elif origin is dict:
+        text = f"a mapping of names to {_several(parts[1])}"
+    else:
+        text = _TYPES[kind][0]
+    return f"{text}, or null" if nullable else text
+
+
+def _several(kind: Any) -> str:
+    return ", ".join(map(str, options(kind))) if options(kind) else _TYPES[kind][1]
+
+
+def describe_bounds(bounds: Mapping[str, Any]) -> str:
+    """``at least 0, less than 1``; empty where there are none."""
+    return ", ".join(f"{text} {_number(bounds[word])}" for word, (text, _) in _BOUNDS.items() if word in bounds)
+
+
+def check_value(name: str, value: Any, kind: Any, bounds: Mapping[str, Any]) -> None:
     """ConfigError that names the key unless the value is one of its options and within its bounds."""
     entries = value if isinstance(value, tuple) else (value,)
     allowed = options(kind)
     for entry in entries if allowed else ():
-        require(entry in allowed, f"{name}={entry} is unknown: use one of {', '.join(map(str, allowed))}")
+        require(entry in allowed, f"{name}={entry} is unknown: use one of {_listed(allowed)}")
     for word, (text, holds) in _BOUNDS.items():
         for entry in entries if word in bounds and value is not None else ():
-            require(holds(entry, bounds[word]), f"{name}={entry} must be {text} {bounds[word]:g}")
+            require(holds(entry, bounds[word]), f"{name}={entry} must be {text} {_number(bounds[word])}")
+
+
+def _listed(allowed: tuple[Any, ...]) -> str:
+    return ", ".join("null" if option is None else str(option) for option in allowed)
+
+
+def _number(bound: float) -> str:
+    return f"{bound:g}" if abs(bound) < 1e6 else str(bound)

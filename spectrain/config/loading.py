@@ -33,7 +33,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from spectrain.config.conversion import build, key_types, suggest, unknown_key
+from spectrain.config.conversion import all_keys, build, suggest, unknown_key
 from spectrain.config.drafter_schema import LOSS_NAMES
 from spectrain.config.folders import GROUP_FOLDERS, group_options, search_roots
 from spectrain.config.schema import SpectrainConfig
@@ -254,7 +254,7 @@ def _parse(parser: OverridesParser, line: str) -> tuple[str, Override]:
         key, equals, value = line.partition("=")
         if not equals:
             raise ConfigError(f"cannot read {line!r}: write key=value or group=option") from error
-        if key_types().get(key) in (str, str | None, tuple[str, ...]) and value[:1] not in ("'", '"', "["):
+        if all_keys().get(key) in (str, str | None, tuple[str, ...]) and value[:1] not in ("'", '"', "["):
             # Hydra's grammar has no room for "=", "~", brackets or letters beyond ASCII in bare text; a path may have
             # them all.
             line = f"{key}={_quoted(value)}"
@@ -283,7 +283,7 @@ def _check_name(override: Override) -> None:
     if parent == "drafter.loss.weights":
         if name not in LOSS_NAMES:
             raise ConfigError(f"{key}: loss name {name} is unknown: use one of {', '.join(LOSS_NAMES)}")
-    elif key not in key_types():
+    elif key not in all_keys():
         raise unknown_key(key)
 
 

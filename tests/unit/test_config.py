@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from spectrain.config.conversion import build, flatten, key_types
+from spectrain.config.conversion import all_keys, build, flatten
 from spectrain.config.drafter_schema import DrafterConfig
 from spectrain.config.schema import SpectrainConfig
 from spectrain.errors import ConfigError
@@ -121,4 +121,4 @@ def test_taps_are_kept_in_the_order_a_server_concatenates_them():
 def test_flatten_names_every_key_once():
     flat = flatten(SpectrainConfig())
     assert flat["drafter.loss.step_decay"] == 0.8
-    assert set(flat) == {key for key, kind in key_types().items() if not dataclasses.is_dataclass(kind)}
+    assert set(flat) == {key for key, kind in all_keys().items() if not dataclasses.is_dataclass(kind)}
