@@ -12,6 +12,7 @@ import importlib.util
 import os
 import shutil
 import tempfile
+from collections.abc import Set
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,8 +27,7 @@ from spectrain.stages.drafter_checks import (
     check_drafter_fits,
     check_drafter_folder,
     check_drafts,
-    check_fresh_drafts,
-    check_policies,
+    check_kind,
 )
 from spectrain.stages.run_dir import RunDir
 
@@ -51,8 +51,10 @@ _TRACKERS = {
 }
 
 
-def check_config(config: SpectrainConfig, command: str) -> None:
-    """What the configuration alone tells. Needs no torch, so errors come at once."""
+def check_config(config: SpectrainConfig, command: str, given: Set[str] = frozenset()) -> None:
+    """What the configuration alone tells. Only the last check needs torch, so most errors come at once. ``given``: keys
+    that the command line set.
+    """
     if not config.target.path:
         there = os.path.isfile(Path(config.run.dir) / "config.yaml")
         known = "" if there else f" (run.dir={config.run.dir} holds no config.yaml to go on from)"
@@ -68,10 +70,9 @@ def check_config(config: SpectrainConfig, command: str) -> None:
     _check_lengths(config, command)
     _check_trackers(config)
     _check_engine(config, command)
-    check_fresh_drafts(config, command)
-    check_policies(config, command)
     if config.drafter.path is not None:
         check_drafter_folder(Path(config.drafter.path).expanduser(), "drafter.path")
+    check_kind(config, command, given)
 
 
 def prepare(config: SpectrainConfig, command: str, data_dir: Path | None = None, fetch: bool = True) -> Context:

@@ -19,8 +19,8 @@ from spectrain.data.chat import ChatTemplate
 from spectrain.data.hidden_states import StoreMeta
 from spectrain.data.prompts import PromptSplit
 from spectrain.data.responses import Sampling, resolve_sampling, response_key
-from spectrain.drafters.build import resolve_taps
 from spectrain.drafters.drafter_folder import read_shape
+from spectrain.drafters.registry import find_method
 from spectrain.engines.base import Engine
 from spectrain.engines.hf import HFEngine
 from spectrain.engines.vllm.capture_states import VLLMCapture
@@ -162,7 +162,7 @@ class Context:
         """
         if self.config.drafter.path is not None:
             return read_shape(Path(self.config.drafter.path).expanduser(), self.spec.default_taps()).taps
-        return resolve_taps(self.config.drafter, self.spec)
+        return find_method(self.config.drafter.method).taps(self.config.drafter, self.spec)
 
     @property
     def target_for_vllm(self) -> str:

@@ -1,18 +1,22 @@
-"""What can be refused about the drafter before work starts: its configuration for a command, its folder, and whether
-it fits the target. Each check raises ConfigError or InputError with one sentence; nothing here writes anything.
+"""What can be refused about the drafter before work starts: its kind and configuration for a command, its folder, and
+whether it fits the target. Each check raises ConfigError or InputError with one sentence; nothing here writes anything.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
+from collections.abc import Set
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spectrain.config.drafter_schema import BLOCK_METHODS, BlockConfig, DrafterConfig
+from spectrain.config.conversion import flatten, suggest
+from spectrain.config.drafter_schema import DrafterConfig
 from spectrain.config.schema import SpectrainConfig
 from spectrain.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
+    from spectrain.drafters.registry import DrafterMethod
     from spectrain.stages.context import Context
     from spectrain.target.spec import TargetSpec
 
@@ -24,18 +28,65 @@ _CONFIDENCE_ADVICE = "use fixed, or train one with drafter=dspark"
 # --- the configuration alone ---------------------------------------------------------------------------------------
 
 
-def check_fresh_drafts(config: SpectrainConfig, command: str) -> None:
-    """A fresh drafter gives as many drafts as the simulation takes."""
-    most, wanted = config.drafter.most_drafts, config.decoding.num_speculative_tokens
+def check_kind(config: SpectrainConfig, command: str, given: Set[str] = frozenset()) -> None:
+    """The kind of drafter is known, has what the configuration asks for, and drafts as much as is asked for.
+
+    ``given``: keys that the command line set. One that the kind does not read is refused there; in a recipe it is
+    another kind's.
+    """
+    from spectrain.drafters.registry import find_method, load_module
+
+    load_module(config.drafter.module)
+    method = find_method(config.drafter.method)
+    if not method.trainable:
+        raise ConfigError(f"drafter.method={method.name}: this version serves such drafters, it does not train them")
+    _refuse_sections_of_others(method, given)
+    method.check(config.drafter)
+    _check_loss(config)
+    _check_policies(config, command, method)
+    most, wanted = method.max_drafts(config.drafter), config.decoding.num_speculative_tokens
     if command in ("fit", "run", "plan") and config.drafter.path is None and most is not None and wanted > most:
         raise ConfigError(
-            f"decoding.num_speculative_tokens={wanted}: blocks of {config.drafter.block.block_size} slots give {most} "
-            f"drafts a round, "
-            "lower it or raise drafter.block.block_size"
+            f"decoding.num_speculative_tokens={wanted}: a drafter of this configuration gives {most} drafts a round "
+            f"(drafter.block.block_size={config.drafter.block.block_size}): lower the one or raise the other"
         )
 
 
-def check_policies(config: SpectrainConfig, command: str) -> None:
+def _refuse_sections_of_others(method: DrafterMethod, given: Set[str]) -> None:
+    others = sections_of_others(method)
+    for key in sorted(given):
+        parent, _, rest = key.partition(".")
+        section = rest.partition(".")[0]
+        if parent == "drafter" and section in others:
+            raise ConfigError(f"{key}: drafter.method={method.name} does not read drafter.{section}: leave it out")
+
+
+def sections_of_others(method: DrafterMethod) -> set[str]:
+    """Sections of ``drafter`` that are some kinds' own and not this one's."""
+    fields = dataclasses.fields(DrafterConfig)
+    sections = {field.name for field in fields if dataclasses.is_dataclass(field.default_factory)}
+    return sections - {"loss", *method.sections}
+
+
+def _check_loss(config: SpectrainConfig) -> None:
+    """Every term is one that the implementation has."""
+    from spectrain.drafters.losses.reference import TERMS
+    from spectrain.drafters.losses.terms import FUSED_TERMS
+
+    loss = config.drafter.loss
+    for name in loss.weights:
+        if name not in TERMS:
+            close = suggest(name, TERMS)
+            hint = f"did you mean {close[0]}?" if close else f"use one of {', '.join(TERMS)}"
+            raise ConfigError(f"drafter.loss.weights.{name}: loss name {name} is unknown: {hint}")
+        if loss.implementation == "fused" and name not in FUSED_TERMS:
+            raise ConfigError(
+                f"drafter.loss.weights.{name}: the fused implementation has no such term: set "
+                f"drafter.loss.implementation=reference"
+            )
+
+
+def _check_policies(config: SpectrainConfig, command: str, method: DrafterMethod) -> None:
     """Drafting by confidence is done by our own loop, with a drafter that has a confidence head."""
     if command not in ("eval", "run") or config.draft_policies == ("fixed",):
         return
@@ -46,10 +97,9 @@ def check_policies(config: SpectrainConfig, command: str) -> None:
         )
     if config.drafter.path is not None:
         check_confidence(Path(config.drafter.path).expanduser())
-    elif command == "run" and (config.drafter.method != "dspark" or config.drafter.block.confidence is False):
+    elif command == "run" and not method.has_confidence(config.drafter):
         raise ConfigError(
-            f"{_POLICY_KEYS}: this {config.drafter.method} drafter has no confidence head to draft by; "
-            f"{_CONFIDENCE_ADVICE}"
+            f"{_POLICY_KEYS}: this {method.name} drafter has no confidence head to draft by; {_CONFIDENCE_ADVICE}"
         )
 
 
@@ -81,20 +131,20 @@ def check_drafter_folder(folder: Path, field: str) -> None:
 
 def check_confidence(folder: Path) -> None:
     """The drafter in a folder states its confidence."""
-    from spectrain.drafters.drafter_folder import read_method, read_shape
+    from spectrain.drafters.drafter_folder import read_shape
 
-    if read_method(folder) != "dspark" or not getattr(read_shape(folder), "confidence", False):
+    if not read_shape(folder).has_confidence:
         raise ConfigError(
             f"{_POLICY_KEYS}: the drafter in {folder} has no confidence head to draft by; {_CONFIDENCE_ADVICE}"
         )
 
 
 def check_drafts(folder: Path, num_drafts: int) -> None:
-    """A drafter's blocks give as many drafts as are asked for; an autoregressive drafter can always go on."""
-    from spectrain.drafters.drafter_folder import read_method, read_shape
+    """The drafter in a folder gives as many drafts a round as are asked for."""
+    from spectrain.drafters.drafter_folder import read_shape
 
-    most = getattr(read_shape(folder), "num_drafts", num_drafts) if read_method(folder) in BLOCK_METHODS else num_drafts
-    if num_drafts > most:
+    most = read_shape(folder).max_drafts
+    if most is not None and num_drafts > most:
         raise ConfigError(
             f"decoding.num_speculative_tokens={num_drafts}: the drafter in {folder} gives {most} a round, lower it"
         )
@@ -107,15 +157,16 @@ def check_drafter_fits(folder: Path, spec: TargetSpec) -> None:
 
     usual_taps = spec.default_taps()
     shape = read_shape(folder, usual_taps)
-    found = {"target_hidden_size": shape.layer.hidden_size, "vocab_size": shape.target_vocab_size}
+    found = {"target_hidden_size": shape.hidden_size, "vocab_size": shape.target_vocab_size}
     for name, wanted in (("target_hidden_size", spec.hidden_size), ("vocab_size", spec.vocab_size)):
         if found[name] != wanted:
             raise InputError(
                 f"drafter {folder} was trained for another target: its {name} is {found[name]}, this target's {wanted}"
             )
-    if max(shape.taps) > spec.num_layers:
+    deepest = max(shape.taps, default=0)
+    if deepest > spec.num_layers:
         raise InputError(
-            f"drafter {folder} was trained for another target: it reads tap {max(shape.taps)} of {spec.num_layers} "
+            f"drafter {folder} was trained for another target: it reads tap {deepest} of {spec.num_layers} "
             f"layers"
         )
     load_drafter(folder, usual_taps)  # raises for weights that are broken, or of another shape
@@ -139,10 +190,9 @@ def check_continued(context: Context, folder: Path) -> None:
 
 
 def _check_settled(drafter: DrafterConfig, folder: Path, spec: TargetSpec) -> None:
-    """Nobody asks for other taps or other blocks than those of the drafter in ``folder``, which stand."""
-    from spectrain.drafters.block.block_build import settings_of
-    from spectrain.drafters.block.block_shape import BlockShape
-    from spectrain.drafters.drafter_folder import read_shape
+    """Nobody asks for other taps or another shape than those of the drafter in ``folder``, which stay."""
+    from spectrain.drafters.drafter_folder import read_method, read_shape
+    from spectrain.drafters.registry import find_method
 
     shape = read_shape(folder, spec.default_taps())
     if drafter.taps is not None and drafter.taps != shape.taps:
@@ -150,11 +200,11 @@ def _check_settled(drafter: DrafterConfig, folder: Path, spec: TargetSpec) -> No
             f"drafter.taps={list(drafter.taps)}, but the drafter in {folder} reads {list(shape.taps)}: set "
             f"drafter.taps=null"
         )
-    for name, found in settings_of(shape).items() if isinstance(shape, BlockShape) else ():
-        wanted = getattr(drafter.block, name)
-        if wanted not in (found, getattr(BlockConfig(), name)):
+    asked, plain = flatten(drafter), flatten(DrafterConfig())
+    for name, found in find_method(read_method(folder)).settings(shape).items():
+        if asked[name] not in (found, plain[name]):
             raise ConfigError(
-                f"drafter.block.{name}={wanted}, but the drafter in {folder} has {found}, which stands: leave it out"
+                f"drafter.{name}={asked[name]}, but the drafter in {folder} has {found}, which stays: leave it out"
             )
 
 
@@ -163,7 +213,7 @@ def _check_settled(drafter: DrafterConfig, folder: Path, spec: TargetSpec) -> No
 
 def check_dimensions(config: SpectrainConfig, spec: TargetSpec) -> None:
     """The drafter fits the target."""
-    from spectrain.drafters.build import drafter_shape, resolve_taps
+    from spectrain.drafters.registry import find_method
 
     drafter = config.drafter
     longest, vocabulary = config.target.max_length, drafter.draft_vocab_size
@@ -176,16 +226,4 @@ def check_dimensions(config: SpectrainConfig, spec: TargetSpec) -> None:
             f"drafter.draft_vocab_size={vocabulary} is larger than the target's vocabulary of {spec.vocab_size}: "
             f"lower it"
         )
-    resolve_taps(drafter, spec)
-    _check_heads(drafter, spec)
-    drafter_shape(drafter, spec, drafter.block.mask_token_id or 0)
-
-
-def _check_heads(drafter: DrafterConfig, spec: TargetSpec) -> None:
-    from spectrain.drafters.build import layer_shape
-
-    for name in ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size"):
-        value = getattr(drafter, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"drafter.{name}={value} must be at least 1")
-    layer_shape(drafter, spec)
+    find_method(drafter.method).shape(drafter, spec)

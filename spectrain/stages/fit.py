@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +14,20 @@ import numpy as np
 import torch
 
 from spectrain.config.conversion import flatten
-from spectrain.config.drafter_schema import DrafterConfig
 from spectrain.console import ProgressBar, say
 from spectrain.data.hidden_states import StoredHiddenStates, TargetStates
 from spectrain.data.packing import PackedBatch, pack_batch, pack_rows, truncated_tokens
 from spectrain.data.vocab import DraftVocab, build_vocab
 from spectrain.drafters.drafter import Drafter
 from spectrain.drafters.drafter_folder import CONFIG, WEIGHTS, weights_digest
+from spectrain.drafters.registry import Corpus, find_method
 from spectrain.stages import capture
 from spectrain.stages.context import Context
+from spectrain.stages.drafter_checks import sections_of_others
 from spectrain.stages.run_dir import Decision, Inputs
 from spectrain.target.head import TargetHead
 
-START_ROW_TOKENS = 4096
+INIT_PACKED_LENGTH = 4096
 # Places whose whole distribution is computed to choose the draft vocabulary.
 VOCAB_SAMPLE = 4096
 
@@ -50,8 +52,8 @@ def _inputs(context: Context) -> dict[str, Any]:
         **flatten(config.decoding, "decoding."),
     }
     kept = {key: value for key, value in keys.items() if key not in _NO_INPUTS and not key.startswith("decoding.ngram")}
-    if not config.drafter.is_block:
-        kept = {key: value for key, value in kept.items() if not key.startswith("drafter.block.")}
+    others = tuple(f"drafter.{section}." for section in sections_of_others(find_method(config.drafter.method)))
+    kept = {key: value for key, value in kept.items() if not key.startswith(others)}
     if config.drafter.path is not None:
         kept["weights of drafter.path"] = weights_digest(Path(config.drafter.path).expanduser())[:16]
     return {**capture.fixed_inputs(context), **capture.growing_inputs(context), **kept}
@@ -95,12 +97,12 @@ def _train(context: Context, store: StoredHiddenStates, train: list[int], heldou
         size = config.drafter.draft_vocab_size
         expected_V = None if size in (None, head.vocab_size) else _expected_tokens(store, train, head)
         vocab = build_vocab(_tokens(store, train), size, context.spec.vocab_size, expected_V)
-        mask = _mask_token(config.drafter, store, train, head)
-        drafter = build_drafter(
-            config.drafter, context.spec, vocab, head, context.target.folder, config.trainer.seed, mask
-        )
-        if config.drafter.init == "closed_form" and newest_checkpoint(run_dir.checkpoints) is None:
-            _start(drafter, store, train)
+        corpus = Corpus(partial(_token_counts, store, train, head.vocab_size), head)
+        settings = find_method(config.drafter.method).resolve(config.drafter, corpus, say)
+        drafter = build_drafter(settings, context.spec, vocab, head, context.target.folder, config.trainer.seed)
+        fresh = newest_checkpoint(run_dir.checkpoints) is None
+        if settings.init == "closed_form" and drafter.has_closed_form and fresh:
+            _init_closed_form(drafter, store, train)
     coverage = _coverage(store, heldout, vocab)
     say(
         f"fit: {len(train)} documents, draft vocabulary of {len(vocab.ids_D):,} covers {coverage:.2%} of the held-out "
@@ -123,7 +125,7 @@ def _train(context: Context, store: StoredHiddenStates, train: list[int], heldou
         folder_metadata={
             "target": context.target_for_vllm,
             "target_architectures": context.spec.architectures,
-            "facts": {"target_revision": context.target.revision, "coverage": coverage},
+            "metadata": {"target_revision": context.target.revision, "coverage": coverage},
         },
     )
     result = trainer.fit()
@@ -137,40 +139,27 @@ def _train(context: Context, store: StoredHiddenStates, train: list[int], heldou
     }
 
 
-def _start(drafter: Drafter, store: StoredHiddenStates, train: list[int]) -> None:
-    """Solve for the drafter's start on training documents. Cheap beside training, and the same on every rank."""
+def _init_closed_form(drafter: Drafter, store: StoredHiddenStates, train: list[int]) -> None:
+    """Solve for the drafter's initial weights on training documents. Cheap beside training, the same on every rank."""
 
     def batches() -> Iterator[PackedBatch]:
-        for row in pack_rows([int(store.lengths[number]) for number in train], START_ROW_TOKENS, seed=0, epoch=0):
+        lengths = [int(store.lengths[number]) for number in train]
+        for row in pack_rows(lengths, INIT_PACKED_LENGTH, seed=0, epoch=0):
             yield pack_batch([store[train[index]] for index in row])
 
-    with ProgressBar("start", total=100, unit="%") as bar:
-        places = drafter.closed_form_init(batches, bar.advance)
-    alone = "cannot be solved for with these states (too few?), so the drafter starts from parts of the target alone"
-    note = f"solved at {places:,} places of the text" if places else alone
+    with ProgressBar("init", total=100, unit="%") as bar:
+        positions = drafter.closed_form_init(batches, bar.advance)
+    alone = "cannot be solved for with these states (too few?), so the drafter begins with parts of the target alone"
+    note = f"solved at {positions:,} positions of the text" if positions else alone
     say(f"fit: closed-form initialisation {note}")
 
 
-def _mask_token(config: DrafterConfig, store: StoredHiddenStates, train: list[int], head: TargetHead) -> int:
-    """The mask token of a block drafter: as configured, or one that the training text never uses."""
-    from spectrain.drafters.block.block_build import choose_mask_token
-
-    if not config.is_block:
-        return 0
-    used_V = np.zeros(head.vocab_size, dtype=np.int64)
+def _token_counts(store: StoredHiddenStates, train: list[int], vocab_size: int) -> np.ndarray:
+    """How often each token of the vocabulary occurs in the training documents, [V]."""
+    used_V = np.zeros(vocab_size, dtype=np.int64)
     for input_ids, _ in _tokens(store, train):
-        used_V += np.bincount(input_ids, minlength=head.vocab_size)
-    given = config.block.mask_token_id
-    if given is not None:
-        if given < len(used_V) and used_V[given]:
-            say(
-                f"fit: note: the mask token {given} occurs {used_V[given]:,} times in the training text, where it "
-                f"means something else"
-            )
-        return given
-    mask = choose_mask_token(used_V, head.embed_weight)
-    say(f"fit: token {mask}, which the training text never uses, is the mask token")
-    return mask
+        used_V += np.bincount(input_ids, minlength=vocab_size)
+    return used_V
 
 
 def _teaches(document: TargetStates, packed_length: int) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.table import Table
@@ -21,6 +22,9 @@ from spectrain.data.prompts import Conversation
 from spectrain.stages.context import Context
 from spectrain.stages.run_dir import STAGES, Decision
 from spectrain.target.spec import TargetSpec
+
+if TYPE_CHECKING:
+    from spectrain.drafters.registry import TrainingCost
 
 _CHARS_PER_TOKEN = 3.5
 _TEMPLATE_TOKENS = 16  # of a turn
@@ -51,34 +55,32 @@ def estimate(context: Context) -> Estimate:
     lengths = [_tokens(conversation, config.sampling.max_new_tokens) for conversation in conversations]
     tokens = sum(min(prompt + answer, config.target.max_length) for prompt, answer in lengths)
     drafter = drafter_parameters(context)
+    generated = sum(answer for _, answer in lengths)
+    cost = _training_cost(context, tokens, generated)
     # Weights, gradients and two moments in float32.
     head_bytes = 4 * spec.vocab_size * spec.hidden_size * (1 if spec.tie_word_embeddings else 2)
     return Estimate(
         documents=len(conversations),
         tokens=tokens,
-        generated_tokens=sum(answer for _, answer in lengths),
+        generated_tokens=generated,
         states_bytes=tokens * bytes_per_token(_meta(context)),
         target_bytes=target_parameters(spec) * _DTYPE_BYTES.get(context.dtype_name, 4),
         drafter_parameters=drafter,
-        train_bytes=16 * drafter + _activation_bytes(context) + head_bytes,
+        train_bytes=16 * drafter + int(_activation_bytes(context, cost)) + head_bytes,
     )
 
 
-def _activation_bytes(context: Context) -> int:
+def _activation_bytes(context: Context, cost: TrainingCost) -> float:
     """Of one forward pass: the batch's taps, and what the drafter's layers keep for their backward pass. Logits are
     made by tiles.
     """
     config, spec = context.config, context.spec
     drafter, tokens = config.drafter, config.trainer.packed_length * config.trainer.micro_batch_size
-    if drafter.is_block:
-        outputs = min(config.trainer.micro_batch_size * drafter.block.anchors, tokens) * drafter.block.block_size
-    else:
-        outputs = tokens * drafter.ttt_steps
     # Rows kept in a layer: four as wide as the stream, queries and heads, keys and values, and three of the MLP.
     heads = 2 * spec.head_dim * (spec.num_attention_heads + spec.num_key_value_heads)
     layer = 4 * spec.hidden_size + heads + 3 * (drafter.intermediate_size or spec.intermediate_size)
-    width = _DTYPE_BYTES[config.trainer.precision]
-    return tokens * 4 * spec.hidden_size * (len(context.taps) + 1) + outputs * drafter.num_layers * layer * width
+    kept = cost.batch_outputs * drafter.num_layers * layer * _DTYPE_BYTES[config.trainer.precision]
+    return tokens * 4 * spec.hidden_size * (len(context.taps) + 1) + kept
 
 
 def target_parameters(spec: TargetSpec) -> int:
@@ -97,19 +99,19 @@ def _matrices(context: Context) -> dict[str, int]:
     """Name -> entries of each matrix of the drafter."""
     import torch
 
-    from spectrain.drafters.autoregressive.eagle3 import Eagle3Body, Eagle3Shape
-    from spectrain.drafters.block.block_model import BlockBody
-    from spectrain.drafters.block.block_shape import BlockShape
-    from spectrain.drafters.build import drafter_shape
+    from spectrain.drafters.registry import find_method
 
-    shape = drafter_shape(context.config.drafter, context.spec)
+    method = find_method(context.config.drafter.method)
     with torch.device("meta"):
-        if isinstance(shape, BlockShape):
-            body: torch.nn.Module = BlockBody(shape)
-        else:
-            assert isinstance(shape, Eagle3Shape)
-            body = Eagle3Body(shape)
+        body = method.body(method.shape(context.config.drafter, context.spec))
     return {name: p.numel() for name, p in body.named_parameters() if p.ndim > 1}
+
+
+def _training_cost(context: Context, tokens: int, generated_tokens: int) -> TrainingCost:
+    from spectrain.drafters.registry import CorpusSize, find_method
+
+    config, corpus = context.config, CorpusSize(tokens, generated_tokens)
+    return find_method(config.drafter.method).training_cost(config.drafter, config.trainer, _matrices(context), corpus)
 
 
 def _fit_flops(context: Context, numbers: Estimate) -> float:
@@ -119,30 +121,10 @@ def _fit_flops(context: Context, numbers: Estimate) -> float:
     The head meets each output (twice forward, as its logits are made anew for the backward pass, and once backward),
     and once each token whose distribution is the teacher's. Tables that are looked up cost nothing.
     """
-    drafter, matrices = context.config.drafter, _matrices(context)
+    drafter, cost = context.config.drafter, _training_cost(context, numbers.tokens, numbers.generated_tokens)
     vocabulary = (drafter.draft_vocab_size or context.spec.vocab_size) * context.spec.hidden_size
-    outputs = _trained_positions(context, numbers)
-    per_token = matrices["fc.weight"]
-    if drafter.is_block:  # the context's keys and values, in every layer
-        per_token += sum(size for name, size in matrices.items() if name.endswith(("k_proj.weight", "v_proj.weight")))
-    looked_up = ("fc.weight", "lm_head.weight", "markov_w1.weight", "codebook")
-    per_output = sum(size for name, size in matrices.items() if not name.endswith(looked_up))
-    return 6 * (per_token * numbers.tokens + per_output * outputs) + 2 * vocabulary * (
-        3 * outputs + numbers.generated_tokens
-    )
-
-
-def _trained_positions(context: Context, numbers: Estimate) -> float:
-    """Outputs of the drafter in one epoch over all documents: steps of each generated token, or slots of the blocks
-    that are drawn.
-    """
-    drafter = context.config.drafter
-    if not drafter.is_block:
-        return numbers.generated_tokens * drafter.ttt_steps
-    blocks = min(
-        numbers.generated_tokens, numbers.tokens * drafter.block.anchors / context.config.trainer.packed_length
-    )
-    return blocks * drafter.block.block_size
+    layers = 6 * (cost.token_entries * numbers.tokens + cost.output_entries * cost.outputs)
+    return layers + 2 * vocabulary * (3 * cost.outputs + numbers.generated_tokens)
 
 
 def _layer_parameters(spec: TargetSpec, input_size: int) -> int:
@@ -285,9 +267,10 @@ def show_plan(context: Context, command: str) -> None:
 def _drafter_lines(context: Context, command: str) -> list[tuple[str, str]]:
     """What is trained or measured, and how it drafts."""
     from spectrain.drafters.drafter_folder import read_method, read_shape
+    from spectrain.drafters.registry import find_method
 
     config, folder = context.config, context.config.drafter.path
-    most = config.drafter.most_drafts
+    most = find_method(config.drafter.method).max_drafts(config.drafter)
     if command == "eval":
         folder = str(context.measured_drafter)
     if folder is None:
@@ -295,10 +278,10 @@ def _drafter_lines(context: Context, command: str) -> list[tuple[str, str]]:
         lines = [("drafter", f"{method}, taps {list(context.taps)}, draft vocabulary of {size:,}")]
     else:
         shape = read_shape(folder, context.spec.default_taps())
-        most = getattr(shape, "num_drafts", None)
+        most = shape.max_drafts
         lines = [("drafter", f"{read_method(folder)}, taps {list(shape.taps)}, from {folder}")]
     n = config.decoding.num_speculative_tokens
-    blocks = f" of the {most} that its blocks have" if most is not None and n < most else ""
+    blocks = f" of the {most} that it can give" if most is not None and n < most else ""
     return [*lines, ("", f"drafts {n} tokens a round{blocks}, judged at temperature {config.decoding.temperature:g}")]
 
 
