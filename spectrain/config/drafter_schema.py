@@ -127,8 +127,8 @@ class DrafterConfig(Section, name="drafter"):
     )
     taps: tuple[int, ...] | None = key(
         None,
-        "auxiliary hidden-state layers: the residual stream after so many layers of the target, which the drafter reads; "
-        "null: the kind's default (eagle3: 2, N//2, N-3; block drafters: five, evenly spread)",
+        "auxiliary hidden-state layers: the residual stream after so many layers of the target, which the drafter "
+        "reads; null: the kind's default (eagle3: 2, N//2, N-3; block drafters: five, evenly spread)",
         at_least=0,
     )
     layer_type: Literal["llama", "qwen3"] | None = key(
@@ -172,7 +172,7 @@ class DrafterConfig(Section, name="drafter"):
 def _refuse_idle(section: Section, switch: str, value: object, names: tuple[str, ...]) -> None:
     """A key that says nothing where another one is as it is, is a misunderstanding."""
     if getattr(section, switch) == value:
-        plain = {name: field.default for name, field in type(section).__dataclass_fields__.items()}  # type: ignore[attr-defined]
+        plain = {name: field.default for name, field in type(section).__dataclass_fields__.items()}
         idle = [name for name in names if getattr(section, name) != plain[name]]
         path = section.section_name
         require(not idle, f"{path}.{idle[0] if idle else ''} has no effect with {path}.{switch}={value}: leave it out")

@@ -34,7 +34,6 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from spectrain.config.conversion import all_keys, build, suggest, unknown_key
-from spectrain.config.drafter_schema import LOSS_NAMES
 from spectrain.config.folders import GROUP_FOLDERS, group_options, search_roots
 from spectrain.config.schema import SpectrainConfig
 from spectrain.errors import ConfigError, InputError
@@ -53,7 +52,7 @@ GROUPS: dict[str, str | None] = {
 }
 _PRIMARY = "spectrain"
 # Keys below these are not ours to know.
-_OPEN_SECTIONS = ("engine.args", "engine.environment")
+_OPEN_SECTIONS = ("engine.args", "engine.environment", "drafter.loss.weights", "drafter.options")
 
 
 def compose(overrides: Sequence[str]) -> SpectrainConfig:
@@ -152,9 +151,6 @@ def _hydra(base_values: Mapping[str, Any]) -> Hydra:
 
 def _primary_node(base_values: Mapping[str, Any]) -> dict[str, Any]:
     defaults = dataclasses.asdict(SpectrainConfig())
-    # Every loss has a key, so that `drafter.loss.weights.kl=1` adds a term and a misspelt name is an unknown key.
-    weights = defaults["drafter"]["loss"]["weights"]
-    defaults["drafter"]["loss"]["weights"] = {name: weights.get(name, 0.0) for name in LOSS_NAMES}
     groups = {group: None if base_values else option for group, option in GROUPS.items()}
     node: dict[str, Any] = OmegaConf.to_container(OmegaConf.merge(defaults, dict(base_values)))  # type: ignore[assignment]
     hydra_defaults = [{"override hydra/job_logging": "none"}, {"override hydra/hydra_logging": "none"}]
@@ -279,11 +275,7 @@ def _check_name(override: Override) -> None:
         return
     if key.startswith(tuple(f"{section}." for section in _OPEN_SECTIONS)):
         return
-    parent, _, name = key.rpartition(".")
-    if parent == "drafter.loss.weights":
-        if name not in LOSS_NAMES:
-            raise ConfigError(f"{key}: loss name {name} is unknown: use one of {', '.join(LOSS_NAMES)}")
-    elif key not in all_keys():
+    if key not in all_keys():
         raise unknown_key(key)
 
 

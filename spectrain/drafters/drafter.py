@@ -42,8 +42,8 @@ class DraftScores:
 
     ``anchor_R`` are flat positions in the batch: the token there is committed, slot j (from 1) drafts the token j
     positions behind it. ``accept_RK`` is the probability that the server accepts the document's own token there, given
-    that all slots before it were accepted: min(1, p/q); at temperature 0 it is 0 or 1. Slots beyond the document hold 0.
-    ``confidence_RK``: what a confidence head says of the same slots, in (0, 1) and before calibration, given the
+    that all slots before it were accepted: min(1, p/q); at temperature 0 it is 0 or 1. Slots beyond the document hold
+    0. ``confidence_RK``: what a confidence head says of the same slots, in (0, 1) and before calibration, given the
     document's own tokens before them; None without such a head.
     """
 

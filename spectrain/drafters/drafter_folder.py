@@ -103,7 +103,8 @@ def read_method(folder: str | Path) -> str:
 
 
 def load_drafter(folder: str | Path, usual_taps: Sequence[int] | None = None) -> Drafter:
-    """Read a drafter folder of any layout that ``foreign_checkpoints.py`` knows; weights are bit for bit what was saved.
+    """Read a drafter folder of any layout that ``foreign_checkpoints.py`` knows; weights are bit for bit what was
+    saved.
 
     Call ``attach(head)`` before drafting. ``usual_taps`` as in ``read_shape``.
 

@@ -34,9 +34,9 @@ def flag(value: Any, name: str) -> bool:
     return value
 
 
-def check_sizes(shape: DrafterShape) -> None:
-    """Taps, layers and vocabularies of a drafter."""
-    whole(shape.num_layers, "num_hidden_layers")
+def check_sizes(shape: DrafterShape, num_layers: int) -> None:
+    """Taps, layers and vocabularies of a drafter that reads taps."""
+    whole(num_layers, "num_hidden_layers")
     whole(shape.target_vocab_size, "vocab_size")
     if whole(shape.draft_vocab_size, "draft_vocab_size") > shape.target_vocab_size:
         raise ValueError(

@@ -8,7 +8,8 @@ for layer ids is converted once:
     speculators (and spectrain)     speculators_model_type    (eagle_)aux_hidden_state_layer_ids: as ours
     z-lab DFlash, DFlash2           DFlash(2)DraftModel       dflash_config.target_layer_ids: ours - 1
     DeepSpec DSpark                 Qwen3DSparkModel          target_layer_ids: ours - 1
-    EAGLE, SpecForge, AngelSlim     LlamaForCausalLMEagle3    eagle_aux_hidden_state_layer_ids: as ours, as vLLM reads them
+    EAGLE, SpecForge, AngelSlim     LlamaForCausalLMEagle3    eagle_aux_hidden_state_layer_ids: as ours, as vLLM reads
+                                    them
 
 Our id is the number of layers behind which the residual stream is read. Where a field is missing, the default is the
 one with which vLLM serves such a folder; where a field asks for something that this package does not compute, reading

@@ -166,8 +166,8 @@ class DrafterMethod:
         return None
 
     def settings(self, shape: Any) -> dict[str, object]:
-        """What the keys of ``drafter`` that decide a shape would say of this one: ``{"block.block_size": 8}``. A drafter
-        that is trained further keeps them.
+        """What the keys of ``drafter`` that decide a shape would say of this one: ``{"block.block_size": 8}``. A
+        drafter that is trained further keeps them.
         """
         return {}
 

@@ -27,7 +27,8 @@ class ServingConfig:
     """A drafter as a server sees it.
 
     path: the folder, or the Hub id. revision: commit of a Hub repository. method: as in the configuration (eagle3,
-    dflash, …). num_speculative_tokens: the number of drafts it asks for. most_tokens: more than so many it cannot draft;
+    dflash, …). num_speculative_tokens: the number of drafts it asks for. most_tokens: more than so many it cannot
+    draft;
     None: no limit. target, target_revision: what it was trained for, where that is known. vocab_size, hidden_size,
     last_tap: of that target; last_tap is the deepest layer whose output is read.
     """
@@ -66,7 +67,8 @@ class ServingConfig:
 
 
 def read_serving_config(path: str) -> ServingConfig:
-    """Read the configuration of a drafter, in any layout that ``foreign_checkpoints.py`` knows. vLLM reads them all as they are.
+    """Read the configuration of a drafter, in any layout that ``foreign_checkpoints.py`` knows. vLLM reads them all as
+    they are.
 
     path: a folder, or a Hub id; of that only ``config.json`` is fetched, from the Hub's cache where it is there.
 

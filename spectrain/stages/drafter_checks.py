@@ -166,8 +166,7 @@ def check_drafter_fits(folder: Path, spec: TargetSpec) -> None:
     deepest = max(shape.taps, default=0)
     if deepest > spec.num_layers:
         raise InputError(
-            f"drafter {folder} was trained for another target: it reads tap {deepest} of {spec.num_layers} "
-            f"layers"
+            f"drafter {folder} was trained for another target: it reads tap {deepest} of {spec.num_layers} layers"
         )
     load_drafter(folder, usual_taps)  # raises for weights that are broken, or of another shape
     read_serving_config(str(folder))  # and for what a server would miss

@@ -16,7 +16,8 @@ from spectrain.data.prompts import Conversation
 from spectrain.decoding.loop import GenerationResult
 from spectrain.decoding.scheduler import StepCost
 from spectrain.drafters.drafter_folder import WEIGHTS, weights_digest
-from spectrain.drafters.foreign_checkpoints import BLOCK_TAPS, EAGLE3_TAPS, standard_config
+from spectrain.drafters.foreign_checkpoints import standard_config
+from spectrain.drafters.registry import find_method
 from spectrain.drafters.serving_config import read_serving_config
 from spectrain.evaluation.records import EvaluationRecord, PromptResult
 from spectrain.evaluation.report.html import ExampleText, Fact, ReportInputs, ServeCommand, write_report
@@ -111,10 +112,11 @@ def _drafter_facts(context: Context) -> list[Fact]:
     folder = context.measured_drafter
     file = folder / "config.json"
     written = standard_config(json.loads(file.read_text(encoding="utf-8")), str(file))
+    method = find_method(written["speculators_model_type"])
     facts = [
         ("folder", str(folder)),
-        ("method", written["speculators_model_type"]),
-        ("taps", ", ".join(map(str, written.get(EAGLE3_TAPS) or written.get(BLOCK_TAPS) or ()))),
+        ("method", method.name),
+        ("taps", ", ".join(map(str, written.get(method.taps_field) or ())) or "none"),
         ("draft vocabulary", f"{written.get('draft_vocab_size', 0):,}"),
         (
             "weights",

@@ -205,7 +205,7 @@ def _num_speculative_tokens(config: SpectrainConfig, drafter: ServingConfig, key
                 f"decoding.num_speculative_tokens={number}: drafter {drafter.path} drafts at most {most}: lower it"
             )
         return number
-    found = recommend(measured_records(config, drafter, keys), drafter.autoregressive)
+    found = recommend(measured_records(config, drafter, keys), drafter.drafts_step_by_step)
     if found is None or (most is not None and found.num_speculative_tokens > most):
         say(
             f"serve: {drafter.num_speculative_tokens} drafts a round, as the drafter's folder says (nothing else was "

@@ -270,7 +270,7 @@ class Trainer:
         self.best = {"step": step, "acceptance_length": length}
         if self.accelerator.is_main_process:
             facts = {
-                **self.folder_metadata.get("facts", {}),
+                **self.folder_metadata.get("metadata", {}),
                 "step": step,
                 "simulated_acceptance_length": _plain(length),
             }
@@ -278,7 +278,7 @@ class Trainer:
                 self.drafter,
                 self.paths.drafter,
                 num_speculative_tokens=self.config.decoding.num_speculative_tokens,
-                **{**self.folder_metadata, "facts": facts},
+                **{**self.folder_metadata, "metadata": facts},
             )
 
     def _checkpoint(self, step: int) -> None:

@@ -1,7 +1,7 @@
 """What all autoregressive drafters share: one step makes one token, and step k is fed what step k − 1 made.
 
-A kind says how its steps are unrolled over a text (``unroll``) and how they go on from a cache (``draft_steps``); losses,
-scores and drafting are the same for all.
+A kind says how its steps are unrolled over a text (``unroll``) and how they go on from a cache (``draft_steps``);
+losses, scores and drafting are the same for all.
 
 Legend: B rows, M counted columns, K steps, U teacher positions, R anchors, H hidden, D draft vocabulary, V target
 vocabulary.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -137,7 +137,7 @@ class AutoregressiveDrafter(Drafter):
 class AutoregressiveMethod(DrafterMethod):
     """What all kinds of autoregressive drafters have in common."""
 
-    sections = ("autoregressive",)
+    sections: ClassVar[tuple[str, ...]] = ("autoregressive",)
     drafts_step_by_step = True
 
     def training_cost(

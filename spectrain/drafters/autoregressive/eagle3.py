@@ -64,7 +64,7 @@ class Eagle3Shape(DrafterShape):
     norm_output: bool = False  # the next step's feature is the normed output
 
     def __post_init__(self) -> None:
-        check_sizes(self)
+        check_sizes(self, self.num_layers)
 
     @property
     def hidden_size(self) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -41,9 +41,9 @@ class BlockMethod(DrafterMethod):
     (``describe_heads``, ``read_heads``) and in the words of the configuration (``head_settings``).
     """
 
-    sections = ("block",)
+    sections: ClassVar[tuple[str, ...]] = ("block",)
     taps_field = "aux_hidden_state_layer_ids"
-    vllm_defaults: Mapping[str, Any] = {"sample_from_anchor": False, "sliding_window_non_causal": True}
+    vllm_defaults: ClassVar[Mapping[str, Any]] = {"sample_from_anchor": False, "sliding_window_non_causal": True}
 
     def heads(self, config: DrafterConfig, spec: TargetSpec) -> dict[str, Any]:
         """Fields of ``BlockShape``."""

@@ -76,7 +76,7 @@ class BlockShape(DrafterShape):
     selector: SelectorShape | None = None
 
     def __post_init__(self) -> None:
-        check_sizes(self)
+        check_sizes(self, self.num_layers)
         whole(self.block_size, "block_size", least=2)
         if whole(self.mask_token_id, "mask_token_id", least=0) >= self.target_vocab_size:
             raise ValueError(

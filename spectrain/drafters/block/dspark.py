@@ -1,5 +1,5 @@
-"""DSpark: DFlash with a Markov head that fixes the order of the drafts, a confidence head, and a draft from the anchor's
-own slot.
+"""DSpark: DFlash with a Markov head that fixes the order of the drafts, a confidence head, and a draft from the
+anchor's own slot.
 
 vLLM serves the plain (vanilla) Markov head only: a folder with another is for this package's own loop, and vLLM refuses
 its tensors.

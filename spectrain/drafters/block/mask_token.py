@@ -42,8 +42,8 @@ def resolve_mask_token(config: DrafterConfig, corpus: Corpus, say: Callable[[str
     if given is not None:
         if given < len(used_V) and used_V[given]:
             say(
-                f"fit: note: the mask token {given} occurs {used_V[given]:,} times in the training text, where it means "
-                f"something else"
+                f"fit: note: the mask token {given} occurs {used_V[given]:,} times in the training text, where it "
+                f"means something else"
             )
         return config
     mask = choose_mask_token(used_V, corpus.head.embed_weight)
