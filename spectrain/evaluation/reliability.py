@@ -16,10 +16,9 @@ class ConfidenceStats:
     """How a drafter's confidence compares with what happened, in ``rounds`` rounds of the decoding loop.
 
     Per position: ece, the expected calibration error of the predicted survival up to this position, and raw_ece, the
-    same without calibration; auroc, the chance that confidence tells a draft that were accepted from one that did not,
-    among rounds that got so far. bins and
-    raw_bins: (mean prediction, share that came true, number) of the predicted survivals of all positions, for a
-    reliability diagram.
+    same without calibration; auroc, the chance that confidence tells an accepted draft from a rejected one, among
+    rounds that got so far. bins and raw_bins: (mean prediction, share that came true, number) of the predicted
+    survivals of all positions, for a reliability diagram.
     """
 
     rounds: int

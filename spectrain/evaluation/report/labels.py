@@ -86,26 +86,23 @@ def share_text(share: float | None) -> str:
 
 def decoded_by(record: EvaluationRecord) -> str:
     """Who decoded: our own loop, or vLLM."""
-    return "loop" if record.engine == "hf" else "vLLM"
+    return "the loop" if record.engine == "hf" else "vLLM"
 
 
 def compare_with_simulation(record: EvaluationRecord) -> tuple[str, bool] | None:
-    """How the loop's acceptance length compares with the simulation's, in words, and whether the promise was kept. None
+    """How the measured acceptance length compares with the simulated one, in words, and whether they agree. None
     without a simulation.
 
     At temperature 0 both count the same rounds, so the figures must be equal (to the three digits shown); above it both
-    are random, so the loop's must lie in the simulation's interval.
+    are random, so the measured one must lie in the simulation's interval.
     """
-    simulated, served, interval = (
-        record.simulated_acceptance_length,
-        record.acceptance_length,
-        record.simulated_acceptance_length_interval,
-    )
-    if simulated is None or served is None:
+    simulated, measured = record.simulated_acceptance_length, record.acceptance_length
+    interval = record.simulated_acceptance_length_interval
+    if simulated is None or measured is None:
         return None
-    if f"{simulated:.3f}" == f"{served:.3f}":
+    if f"{simulated:.3f}" == f"{measured:.3f}":
         return "equal", True
-    difference = f"{served / simulated - 1:+.1%}"
-    if record.temperature > 0 and interval is not None and interval[0] <= served <= interval[1]:
+    difference = f"{measured / simulated - 1:+.1%}"
+    if record.temperature > 0 and interval is not None and interval[0] <= measured <= interval[1]:
         return f"{difference}, within the simulation's interval", True
     return difference, False
