@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import re
 import types
 import typing
@@ -23,7 +22,7 @@ from spectrain.config.schema import DRAFT_POLICIES
 from spectrain.decoding.acceptance import AcceptanceStats, Round, acceptance, bootstrap_ratio_interval
 from spectrain.errors import InputError, RunError
 from spectrain.evaluation.reliability import ConfidenceStats
-from spectrain.files import write_atomically
+from spectrain.files import finite_or_none, write_atomically
 
 Interval = tuple[float, float]
 STAGE_PREFIX = "eval/"  # of the manifest's entries of measurements
@@ -176,8 +175,8 @@ def build_record(
     """The record of ``results``, one per prompt.
 
     baseline: the same prompts answered without speculation; leave it out for that measurement itself. simulated:
-    the simulation's figures for these prompts. draft_s_per_round, verify_s_per_round: of a batch's round, as the loop times
-    them.
+    the simulation's figures for these prompts. draft_s_per_round, verify_s_per_round: of a batch's round, as the loop
+    times them.
 
     Raises RunError if there is no result, if no time was measured, or if ``baseline`` answers other prompts.
     """
@@ -197,12 +196,12 @@ def build_record(
         cut_rounds=stats.cut_rounds,
         drafted_tokens=stats.drafted_tokens,
         accepted_tokens=stats.accepted_tokens,
-        acceptance_length=_measured(stats.acceptance_length),
+        acceptance_length=finite_or_none(stats.acceptance_length),
         acceptance_length_interval=stats.interval,
-        acceptance_rate=_measured(stats.acceptance_rate),
-        acceptance_per_position=tuple(_measured(share) for share in stats.acceptance_per_position),
+        acceptance_rate=finite_or_none(stats.acceptance_rate),
+        acceptance_per_position=tuple(finite_or_none(share) for share in stats.acceptance_per_position),
         conditional_acceptance_per_position=tuple(
-            _measured(share) for share in stats.conditional_acceptance_per_position
+            finite_or_none(share) for share in stats.conditional_acceptance_per_position
         ),
         output_tokens=_tokens(results),
         output_tokens_per_s=_tokens_per_s(conditions, results),
@@ -213,7 +212,7 @@ def build_record(
         verify_s_per_round=verify_s_per_round,
         peak_memory_bytes=peak_memory_bytes,
         output_identical=_identical(conditions, results, baseline),
-        simulated_acceptance_length=None if simulated is None else _measured(simulated.acceptance_length),
+        simulated_acceptance_length=None if simulated is None else finite_or_none(simulated.acceptance_length),
         simulated_acceptance_length_interval=None if simulated is None else simulated.interval,
         simulated_rounds=None if simulated is None else simulated.rounds,
         confidence=confidence,
@@ -276,11 +275,6 @@ def _tokens_per_s(conditions: Conditions, results: Sequence[PromptResult]) -> fl
             f"recorded."
         )
     return _tokens(results) / seconds
-
-
-def _measured(value: float) -> float | None:
-    """NaN (nothing was counted) has no place in JSON."""
-    return None if math.isnan(value) else value
 
 
 def read_record(path: str | Path) -> EvaluationRecord:

@@ -29,10 +29,10 @@ from spectrain.engines.vllm.requests import Request
 from spectrain.engines.vllm.rounds import answer_all, placed_rounds
 from spectrain.errors import RunError
 from spectrain.evaluation.diagnosis import diagnose
-from spectrain.evaluation.parity import DecodedPrompt, Difference, ParityReport, compare
+from spectrain.evaluation.parity import DecodedPrompt, ParityReport, compare
 from spectrain.evaluation.records import STAGE_PREFIX
 from spectrain.evaluation.report.labels import share_text
-from spectrain.files import digest_strings
+from spectrain.files import digest_strings, plain
 from spectrain.stages.answer_suite import answer_limit, load_measured_drafter, measured_inputs, suite_prompts
 from spectrain.stages.context import Context
 from spectrain.stages.run_dir import Decision, Inputs, RunDir
@@ -155,7 +155,7 @@ def _ours(context: Context, drafter: Drafter, theirs: list[DecodedPrompt]) -> li
 
 
 def _record(context: Context, report: ParityReport) -> dict[str, Any]:
-    return {
+    record = {
         "drafter": drafter_digest(context.measured_drafter),
         "passed": report.passed,
         "vllm": vllm_version(),
@@ -168,15 +168,11 @@ def _record(context: Context, report: ParityReport) -> dict[str, Any]:
             "loop": report.ours.acceptance_per_position,
             "vllm": report.theirs.acceptance_per_position,
         },
-        "listed_near_ties": [_difference(tie) for tie in report.ties[:_LISTED]],
-        "first_difference": _difference(report.different[0]) if report.different else None,
-        "hints": list(report.hints),
+        "listed_near_ties": [asdict(tie) for tie in report.ties[:_LISTED]],
+        "first_difference": asdict(report.different[0]) if report.different else None,
+        "hints": report.hints,
     }
-
-
-def _difference(difference: Difference) -> dict[str, Any]:
-    finite = difference.gap != float("inf")  # JSON has no infinity
-    return {**asdict(difference), "gap": difference.gap if finite else None}
+    return plain(record)
 
 
 def parity_table(report: ParityReport) -> RenderableType:

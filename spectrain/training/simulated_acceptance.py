@@ -44,7 +44,7 @@ class SimulatedAcceptance:
 
 
 def decoding_sampling(config: DecodingConfig) -> tuple[SamplingParams, SamplingParams]:
-    """(how the target samples, how drafts are made): the latter greedy unless drafts are drawn as the target samples."""
+    """(the target's sampling, that of drafts): drafts are drawn as the target samples, or greedy (argmax)."""
     sampling = SamplingParams(config.temperature, config.top_p, config.top_k)
     return sampling, sampling if config.proposal_policy == "sample" and not sampling.greedy else SamplingParams()
 

@@ -187,7 +187,7 @@ def loss_figure(steps: Sequence[float], losses: Sequence[float]) -> Markup:
 def simulated_acceptance_figure(
     steps: Sequence[float], lengths: Sequence[float], intervals: Sequence[Interval | None]
 ) -> Markup:
-    """Simulated acceptance length over the training steps, with its interval as a band and the best evaluation marked."""
+    """Simulated acceptance length over the training steps: its interval as a band, the best evaluation marked."""
     with mpl.rc_context(_STYLE):
         figure, axes = _canvas(height_in=2.3)
         lows = [

@@ -49,7 +49,7 @@ def evaluation_table(records: Sequence[EvaluationRecord]) -> RenderableType:
             if (line := _simulated_beside_measured(name, record)) is not None
         ),
         Text(
-            "Acceptance length τ (tau): tokens per target pass, bonus token counted. Ranges: 95 % bootstrap over prompts.",
+            "Acceptance length τ (tau): tokens per target pass, bonus token counted. Ranges: 95 % bootstrap by prompt.",
             style="dim",
         ),
     )
