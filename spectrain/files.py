@@ -1,15 +1,17 @@
-"""Atomic writes: a reader, or a process that starts after a kill, sees the old content or the new one, never a
-mixture.
+"""What goes into files: atomic writes, so that a reader, or a process that starts after a kill, sees the old content or
+the new one, never a mixture; plain values; digests.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -71,6 +73,22 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def plain(value: Any) -> Any:
+    """``value`` in what JSON and YAML have, at any depth: mappings as dicts, sequences as lists, NaN and infinity as
+    null.
+    """
+    if isinstance(value, Mapping):
+        return {key: plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(entry) for entry in value]
+    return finite_or_none(value) if isinstance(value, float) else value
+
+
+def finite_or_none(value: float) -> float | None:
+    """A figure for a file: ``None`` where there is none (NaN: nothing was counted)."""
+    return value if math.isfinite(value) else None
 
 
 def digest_strings(values: object) -> str:

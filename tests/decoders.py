@@ -12,6 +12,7 @@ from tiny import tiny_target, tiny_tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from spectrain.decoding.loop import Prompt
 from spectrain.decoding.proposers import Observation, Proposal
 from spectrain.decoding.sampling import SamplingParams, sample, truncated_log_probs
 from spectrain.target.families import head_math
@@ -40,6 +41,11 @@ def full_forward(target: TargetModel, ids: Sequence[int], taps: Sequence[int] = 
 def prefix_hash(prefix: Sequence[int], salt: int = 0) -> int:
     """A number that any change of the prefix changes, the same in every process."""
     return int.from_bytes(hashlib.blake2b(repr((salt, list(prefix))).encode(), digest_size=8).digest(), "big")
+
+
+def prompts_of(texts: Sequence[Sequence[int]], max_new_tokens: int) -> list[Prompt]:
+    """Prompts whose answers may all have so many tokens."""
+    return [Prompt(text, max_new_tokens) for text in texts]
 
 
 class PrefixProposer:

@@ -26,15 +26,14 @@ from spectrain.config.schema import EngineConfig, TargetConfig
 from spectrain.data.hidden_states import TargetStates
 from spectrain.data.packing import pack_batch
 from spectrain.data.vocab import DraftVocab, full_vocab
-from spectrain.decoding.loop import GenerationResult, speculative_generate
-from spectrain.decoding.sampling import GREEDY
+from spectrain.decoding.loop import DecodingSettings, GenerationResult, Prompt, speculative_generate
 from spectrain.drafters.autoregressive.eagle3 import Eagle3, Eagle3Shape
 from spectrain.drafters.drafter_folder import save_drafter
 from spectrain.drafters.layers import LayerShape
 from spectrain.engines.vllm.args import engine_args, environment
 from spectrain.engines.vllm.requests import Answer, ReportedRound
 from spectrain.engines.vllm.rounds import placed_rounds
-from spectrain.evaluation.parity import Played
+from spectrain.evaluation.parity import DecodedPrompt
 from spectrain.target.families import head_math
 from spectrain.target.head import TargetHead
 from spectrain.target.model import TargetModel
@@ -85,7 +84,8 @@ class Family:
 
     @cached_property
     def plain(self) -> list[GenerationResult]:
-        return speculative_generate(self.model, None, self.prompts, ANSWER, 0, GREEDY, self.eos_ids).results
+        prompts = [Prompt(prompt, ANSWER) for prompt in self.prompts]
+        return speculative_generate(self.model, None, prompts, DecodingSettings(eos_ids=self.eos_ids)).results
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
@@ -99,11 +99,12 @@ class Family:
             for i, (prompt, answer) in enumerate(texts)
         ]
 
-    def ours(self, drafter: Eagle3, count: int | None = None) -> list[Played]:
-        """What our loop plays on the first ``count`` prompts; None: on all."""
-        prompts = self.prompts[:count]
-        results = speculative_generate(self.model, drafter, prompts, ANSWER, DRAFTS, GREEDY, self.eos_ids).results
-        return [Played(prompt, result.ids, result.rounds) for prompt, result in zip(prompts, results, strict=True)]
+    def ours(self, drafter: Eagle3, count: int | None = None) -> list[DecodedPrompt]:
+        """What our loop decodes from the first ``count`` prompts; None: from all."""
+        prompts = [Prompt(prompt, ANSWER) for prompt in self.prompts[:count]]
+        settings = DecodingSettings(DRAFTS, eos_ids=self.eos_ids)
+        results = speculative_generate(self.model, drafter, prompts, settings).results
+        return [DecodedPrompt(prompt.ids, one.ids, one.rounds) for prompt, one in zip(prompts, results, strict=True)]
 
 
 def train(family: Family, options: Options, steps: int = 35) -> Eagle3:
@@ -201,20 +202,20 @@ def run_jobs(jobs: Sequence[dict[str, Any]], log: Path, engine: EngineConfig = E
     return {report["name"]: report for report in reports}
 
 
-def played(family: Family, report: Mapping[str, Any]) -> list[Played]:
+def decoded_by_vllm(family: Family, report: Mapping[str, Any]) -> list[DecodedPrompt]:
     assert "error" not in report, report["error"]
     return [
-        as_played(prompt, as_answer(report["answers"][str(number)])) for number, prompt in enumerate(family.prompts)
+        as_decoded(prompt, as_answer(report["answers"][str(number)])) for number, prompt in enumerate(family.prompts)
     ]
 
 
-def as_played(prompt: list[int], answer: Answer) -> Played:
-    return Played(prompt, answer.ids, placed_rounds(len(prompt), answer))
+def as_decoded(prompt: list[int], answer: Answer) -> DecodedPrompt:
+    return DecodedPrompt(prompt, answer.ids, placed_rounds(len(prompt), answer))
 
 
-def as_rounds(played: Played) -> list[ReportedRound]:
-    """What a server would report of a play of ours."""
-    return [ReportedRound(len(round_.drafts), round_.accepted, round_.drafts) for round_ in played.rounds]
+def as_rounds(decoded: DecodedPrompt) -> list[ReportedRound]:
+    """What a server would report of rounds of ours."""
+    return [ReportedRound(len(round_.drafts), round_.accepted, round_.drafts) for round_ in decoded.rounds]
 
 
 def as_answer(found: Mapping[str, Any]) -> Answer:

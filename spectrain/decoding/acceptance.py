@@ -1,8 +1,9 @@
-"""Acceptance statistics of rounds, whoever made them: the decoding loop, the simulation, a server.
+"""Acceptance length τ (tau) and the other acceptance statistics of rounds, whoever made them: the decoding loop, the
+simulation, vLLM.
 
-All figures are ratios of sums over rounds, never means of per-prompt means: a server's counters add up rounds too.
-Rounds that the length limit cut are left out, because how many of their drafts would have been accepted was not seen;
-rounds that ended with an end token are complete.
+All figures are ratios of sums over rounds, never means of per-prompt means: vLLM's counters add up rounds too. Rounds
+that the length limit cut are left out, because how many of their drafts would have been accepted was not seen; rounds
+that ended with an end token are complete.
 """
 
 from __future__ import annotations
@@ -20,10 +21,9 @@ class Round:
     """One verification by the target.
 
     anchor: position in the text of the last token committed before. drafted: drafts proposed. accepted: drafts that
-    became text.
-    cut: the length limit ended the text while every draft so far had been accepted and more were to come. drafts: their
-    ids, where they are known.
-    confidence: what the drafter said of each, where it says so. Rounds are equal if their outcomes are.
+    became text. cut: the length limit ended the text while every draft so far had been accepted and more were to come.
+    drafts: their ids, where they are known. confidence: what the drafter's confidence head said of each, where it has
+    one. Rounds are equal if their outcomes are.
     """
 
     anchor: int
@@ -38,8 +38,8 @@ class Round:
 class AcceptanceStats:
     """Counts and ratios over complete rounds. Ratios are NaN where nothing was counted.
 
-    acceptance_length: tokens a round commits, bonus included: 1 + accepted_tokens / rounds. acceptance_rate: accepted /
-    drafted tokens. acceptance_per_position[j]: share of rounds in which at least j + 1 drafts were accepted
+    acceptance_length: τ, tokens a round commits, bonus included: 1 + accepted_tokens / rounds. acceptance_rate:
+    accepted / drafted tokens. acceptance_per_position[j]: share of rounds in which at least j + 1 drafts were accepted
     (unconditional survival, as vLLM reports it). conditional_acceptance_per_position[j]: that share among the rounds
     that drafted slot j + 1 and in which the j drafts before it were accepted.
     interval: bootstrap interval of acceptance_length over prompts; ``None`` with fewer than two prompts that have

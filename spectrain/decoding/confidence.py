@@ -6,10 +6,9 @@ trained to order slots well still errs in the level, so each slot gets a tempera
 left to right so that the running product is right on held-out text (sequential temperature scaling, the DSpark paper).
 
 Cutting a draft short leaves the distribution of the output alone as long as keeping slot j is decided without looking
-at the draft in slot j or
-behind it: whoever is kept is then still drawn from the distribution that verification divides by. c_j depends on the
-anchor and the drafts before slot j only, survival falls with j, and the kept slots are a prefix: so "while survival is
-at least the threshold" is such a rule.
+at the draft in slot j or after it: a draft that is kept is then still drawn from the distribution that verification
+divides by. c_j depends on the anchor and the drafts before slot j only, survival falls with j, and the kept slots are a
+prefix: so "while survival is at least the threshold" is such a rule.
 
 Legend: B batch, R rounds, n or K draft slots.
 """
@@ -55,7 +54,7 @@ class Calibration:
 
 
 def survival(confidence_Bn: Tensor) -> Tensor:
-    """Chance [B, n] that draft j and all drafts before it stand."""
+    """Chance [B, n] that draft j and all drafts before it are accepted."""
     return confidence_Bn.cumprod(-1)
 
 
@@ -66,9 +65,9 @@ def survival(confidence_Bn: Tensor) -> Tensor:
 class ConfidenceSamples:
     """What a drafter said in R rounds and what became of it.
 
-    confidence: [R, K] its own, uncalibrated. were accepted: [R, K], whether the drafts up to and with this slot were
-    accepted, or how likely that was.
-    seen: [R, K], False for slots whose fate is unknown (not drafted, or beyond the end of the text).
+    confidence: [R, K] its own, uncalibrated. accepted: [R, K], whether the drafts up to and with this slot were
+    accepted, or how likely that was. seen: [R, K], False for slots whose outcome is unknown (not drafted, or beyond the
+    end of the text).
     """
 
     confidence: np.ndarray

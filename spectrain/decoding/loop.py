@@ -1,4 +1,4 @@
-"""The lossless decoding loop: draft, score all drafts in one pass of the target, keep what stands.
+"""The lossless decoding loop: draft, score all drafts in one pass of the target, keep what is accepted.
 
 One round, with the anchor (the last committed token) at position a:
 
@@ -6,11 +6,11 @@ One round, with the anchor (the last committed token) at position a:
     policy     keeps the leading drafts that are worth verifying (all of them, unless asked otherwise)
     target     runs over [anchor, d_1 … d_n]; row j of its logits is the distribution of slot j + 1
     verify     k drafts are accepted, and one more token follows them (the correction, or the bonus after n)
-    observe    the proposer gets anchor, d_1 … d_k with the taps of that same pass; the new anchor is the token after
-               them
+    observe    the proposer is shown anchor, d_1 … d_k with what that same pass computed there (taps, last hidden
+               states); the new anchor is the token after them
 
-Plain decoding is the same loop with no drafts. Rows of a batch accept different counts and leave when they are done.
-Each prompt has its own random stream, so what it is answered does not depend on the prompts beside it.
+Decoding without speculation is the same loop with no drafts. Rows of a batch accept different counts and leave when
+they are done. Each prompt has its own random stream, so its answer does not depend on the prompts beside it.
 
 Legend: B batch, T tokens of one pass, m = drafts + 1, H hidden, A taps, V vocabulary.
 """
@@ -18,7 +18,7 @@ Legend: B batch, T tokens of one pass, m = drafts + 1, H hidden, A taps, V vocab
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -35,6 +35,43 @@ from spectrain.decoding.verify import Verdict, verify
 from spectrain.target.cpu_kernels import cpu_attention
 from spectrain.target.kv_cache import open_cache
 from spectrain.target.model import TargetModel, TargetOutput
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A text to go on with.
+
+    ids: its tokens, at least one. max_new_tokens: the most of its answer, at least 1; an end token counts. stream:
+    number of its random stream under the seed of the settings; ``None``: its index among the prompts of the call.
+    """
+
+    ids: Sequence[int]
+    max_new_tokens: int
+    stream: int | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.ids) == 0 or self.max_new_tokens < 1:
+            raise ValueError("every prompt needs at least one token, and room for at least one more")
+
+
+@dataclass(frozen=True)
+class DecodingSettings:
+    """How all prompts of a call are decoded.
+
+    num_speculative_tokens: drafts a round; without effect where nothing drafts. sampling: the target's sampling
+    distribution, which answers have whatever the drafts are. draft_sampling: greedy for argmax drafts (a one-hot
+    distribution, lossless at every temperature), else what drafts are drawn from. policy: how many drafts of each row
+    are verified, by the proposer's confidence; ``None``: all. eos_ids: tokens that end an answer. batch_size: prompts
+    decoded together; ``None``: all.
+    """
+
+    num_speculative_tokens: int = 0
+    sampling: SamplingParams = GREEDY
+    draft_sampling: SamplingParams = GREEDY
+    policy: DraftPolicy | None = None
+    eos_ids: Collection[int] = ()
+    seed: int = 0
+    batch_size: int | None = None
 
 
 @dataclass(frozen=True)
@@ -69,58 +106,31 @@ class Generation:
 def speculative_generate(
     target: TargetModel,
     proposer: Proposer | None,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int | Sequence[int],
-    n: int,
-    sampling: SamplingParams,
-    eos_ids: Sequence[int] = (),
-    seed: int = 0,
-    *,
-    draft_sampling: SamplingParams = GREEDY,
-    policy: DraftPolicy | None = None,
-    batch_size: int | None = None,
-    streams: Sequence[int] | None = None,
-    on_tokens: Callable[[int], None] | None = None,
+    prompts: Sequence[Prompt],
+    settings: DecodingSettings,
+    on_tokens: Callable[[int], None] = lambda tokens: None,
 ) -> Generation:
-    """Answers to prompts, distributed exactly as the target's own under ``sampling``.
+    """Answers to prompts, distributed exactly as the target's own under ``settings.sampling``.
 
     Args:
-        proposer: who drafts; ``None`` decodes plainly (n is then without effect).
-        max_new_tokens: per answer, at least 1; one number or one per prompt.
-        n: drafts per round.
-        draft_sampling: greedy for argmax drafts (one-hot distribution, lossless at every temperature), else what drafts
-        are drawn from.
-        policy: how many drafts of each row are verified, by the proposer's confidence; ``None``: all.
-        batch_size: prompts decoded together; ``None``: all.
-        streams: number of each prompt's random stream under ``seed``; ``None``: its index.
+        proposer: what drafts; ``None`` decodes without speculation.
         on_tokens: called after each round with the number of tokens it added, for progress bars.
     """
-    limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
-    streams = range(len(prompts)) if streams is None else streams
-    if any(len(prompt) == 0 for prompt in prompts) or any(limit < 1 for limit in limits):
-        raise ValueError("every prompt needs at least one token, and room for at least one more")
     rows = [
-        _Row(list(prompt), limit, _generator(seed, stream))
-        for prompt, limit, stream in zip(prompts, limits, streams, strict=True)
+        _Row(
+            list(prompt.ids),
+            prompt.max_new_tokens,
+            _generator(settings.seed, index if prompt.stream is None else prompt.stream),
+        )
+        for index, prompt in enumerate(prompts)
     ]
-    settings = _Settings(0 if proposer is None else n, sampling, draft_sampling, frozenset(eos_ids), on_tokens, policy)
-    batch = batch_size or max(len(rows), 1)
+    if proposer is None:
+        settings = replace(settings, num_speculative_tokens=0)
+    batch = settings.batch_size or max(len(rows), 1)
     timing = LoopTiming()
     for first in range(0, len(rows), batch):
-        _Batch(target, proposer, rows[first : first + batch], settings, timing).run()
+        _Batch(target, proposer, rows[first : first + batch], settings, timing, on_tokens).run()
     return Generation([GenerationResult(row.answer, row.rounds, row.finish_reason) for row in rows], timing)
-
-
-@dataclass(frozen=True)
-class _Settings:
-    """What holds for all rows."""
-
-    n: int
-    sampling: SamplingParams
-    draft_sampling: SamplingParams
-    eos_ids: frozenset[int]
-    on_tokens: Callable[[int], None] | None
-    policy: DraftPolicy | None
 
 
 @dataclass
@@ -139,7 +149,7 @@ class _Row:
         """Position of the last committed token."""
         return len(self.prompt) + len(self.answer) - 1
 
-    def commit(self, tokens: list[int], eos_ids: frozenset[int]) -> int:
+    def commit(self, tokens: list[int], eos_ids: Collection[int]) -> int:
         """Take new tokens up to an end token or the length limit; returns how many became text."""
         kept = 0
         for token in tokens[: self.limit - len(self.answer)]:
@@ -157,7 +167,7 @@ class _Row:
         drafts: list[int],
         accepted: int,
         next_token: int,
-        eos_ids: frozenset[int],
+        eos_ids: Collection[int],
         confidence: tuple[float, ...] = (),
     ) -> None:
         anchor = self.anchor
@@ -166,29 +176,27 @@ class _Row:
         # The text ends on an accepted draft with further slots undecided: a reader of the text cannot tell how many
         # would have been accepted.
         cut = self.finish_reason == "length" and kept == accepted < len(drafts)
-        self.rounds.append(
-            Round(
-                anchor=anchor,
-                drafted=len(drafts),
-                accepted=accepted,
-                cut=cut,
-                drafts=tuple(drafts),
-                confidence=confidence,
-            )
-        )
+        self.rounds.append(Round(anchor, len(drafts), accepted, cut, tuple(drafts), confidence))
 
 
 class _Batch:
     """Prompts decoded together, from prefill until the last one is done."""
 
     def __init__(
-        self, target: TargetModel, proposer: Proposer | None, rows: list[_Row], settings: _Settings, timing: LoopTiming
+        self,
+        target: TargetModel,
+        proposer: Proposer | None,
+        rows: list[_Row],
+        settings: DecodingSettings,
+        timing: LoopTiming,
+        on_tokens: Callable[[int], None],
     ) -> None:
         self.target = target
         self.proposer = proposer
         self.rows = rows
         self.settings = settings
         self.timing = timing
+        self.on_tokens = on_tokens
         self.taps = () if proposer is None else proposer.taps
         self.cache = open_cache(target, len(rows))
         self.draft_cache = None if proposer is None else proposer.new_cache(len(rows))
@@ -221,7 +229,7 @@ class _Batch:
         verdict = self._judge(no_drafts_B0, None, last_B1H, None)
         for row, token in zip(self.rows, verdict.next_token.tolist(), strict=True):
             row.commit([token], self.settings.eos_ids)
-        self._report(len(self.rows))
+        self.on_tokens(len(self.rows))
         self.cache.keep(lengths)
         self._observe(ids_BT, output, lengths)
 
@@ -231,7 +239,8 @@ class _Batch:
             return Proposal(ids=anchor_B[:, None][:, :0])
         draft_sampling = self.settings.draft_sampling
         generators = None if draft_sampling.greedy else [row.generator for row in self.rows]
-        proposal = self.proposer.propose(self.draft_cache, anchor_B, self.settings.n, draft_sampling, generators)
+        n = self.settings.num_speculative_tokens
+        proposal = self.proposer.propose(self.draft_cache, anchor_B, n, draft_sampling, generators)
         return proposal if self.settings.policy is None else _shortened(proposal, self.settings.policy)
 
     def _verify(self, proposal: Proposal) -> tuple[Tensor, TargetOutput, list[int]]:
@@ -254,7 +263,7 @@ class _Batch:
             row.commit_round(
                 drafts[b][: lengths[b]], accepted[b], token, self.settings.eos_ids, tuple(confidence[b][: lengths[b]])
             )
-        self._report(sum(len(row.answer) for row in self.rows) - before)
+        self.on_tokens(sum(len(row.answer) for row in self.rows) - before)
         counts = [count + 1 for count in accepted]
         self.cache.keep(counts)
         return ids_BT, output, counts
@@ -265,9 +274,8 @@ class _Batch:
         uniforms_Bm = None
         if not self.settings.sampling.greedy:
             # n + 1 numbers whatever the longest row drafted: a row's stream must not depend on its neighbours.
-            drawn = torch.stack(
-                [torch.rand(self.settings.n + 1, generator=row.generator, dtype=torch.float64) for row in self.rows]
-            )
+            most = self.settings.num_speculative_tokens + 1
+            drawn = torch.stack([torch.rand(most, generator=row.generator, dtype=torch.float64) for row in self.rows])
             uniforms_Bm = drawn[:, : draft_ids.shape[1] + 1]
         logits_BmV = self._logits(last_hidden_BmH, lengths_B)
         return verify(draft_ids, draft_log_probs, logits_BmV, self.settings.sampling, uniforms_Bm, lengths_B)
@@ -302,10 +310,6 @@ class _Batch:
             lengths_B = torch.tensor(counts, device=ids_BT.device)
             seen = Observation.of_pass(self.target, self.proposer, ids_BT, output, lengths_B)
             self.proposer.observe(self.draft_cache, seen.part(rows, slice(max(counts)), lengths_B))
-
-    def _report(self, tokens: int) -> None:
-        if self.settings.on_tokens is not None:
-            self.settings.on_tokens(tokens)
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

@@ -1,8 +1,8 @@
 """What the decoding loop needs of anything that drafts, and drafting by n-gram lookup.
 
-A proposer sees verified tokens (``observe``) and guesses what follows them (``propose``), as a drafter does inside a
-server. A trained drafter satisfies the protocol itself; n-gram lookup shows that a proposer needs no target features at
-all.
+A proposer sees verified tokens (``observe``) and guesses what follows them (``propose``), as a drafter does inside
+vLLM. A trained drafter satisfies the protocol itself; n-gram lookup shows that a proposer needs nothing of the target
+at all.
 
 Legend: B batch, T tokens, A taps, H hidden, n draft tokens, V vocabulary of the target.
 """
@@ -30,7 +30,7 @@ class Proposal:
     draft was drawn from, or ``None`` when the drafts were chosen, not drawn (a one-hot distribution). lengths: [B]
     drafts per row when rows differ (the rest of a row is padding), or ``None`` when every row has n'.
 
-    confidence: [B, n'] in (0, 1), how likely each draft is accepted if those before it do (calibrated, where the
+    confidence: [B, n'] in (0, 1), how likely each draft is accepted if those before it are (calibrated, where the
     drafter has been), or ``None``. Entry j is made from what is known before draft j is chosen: otherwise cutting
     drafts short by it would change the distribution of the output.
     """

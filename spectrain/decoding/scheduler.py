@@ -67,7 +67,7 @@ def schedule(survival_Bn: np.ndarray, drafted_B: Sequence[int], steps_per_s: Cal
     """Drafts to keep per row.
 
     Args:
-        survival_Bn: chance that each draft and all before it stand; never rises along a row.
+        survival_Bn: chance that each draft and all before it are accepted; never rises along a row.
         drafted_B: drafts that each row has.
         steps_per_s: steps a second with so many tokens in the target's pass, anchors included.
     """
@@ -110,7 +110,7 @@ def measure_step_cost(target: TargetModel, proposer: Proposer, rows: int, n: int
 
 
 class _Bench:
-    """Batches with some random text behind them; one of each size is filled, once."""
+    """Batches whose rows hold some random text already; one of each size is filled, once."""
 
     def __init__(self, target: TargetModel, proposer: Proposer, rows: int, n: int, seed: int) -> None:
         self.target = target

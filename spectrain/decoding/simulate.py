@@ -1,15 +1,16 @@
-"""The simulation: the acceptance a server would measure, from one teacher-forced pass and without a server.
+"""Simulated acceptance: the acceptance length (τ, tau) that decoding will measure, from one teacher-forced pass and
+without decoding.
 
-A text the target generated already holds every outcome of verification. Stand on its first generated token and look at
-the drafts there: slot j is accepted with probability min(1, p_j(x) / q_j(x)), where x is the text's own token, p the
-drafter's and q the target's distribution of it. Stop at the first failure or after n slots, jump over the accepted
-tokens and the correction (or bonus) token after them, and look again.
+A text the target generated already holds every outcome of verification. Take its first generated token as anchor and
+look at the drafts there: slot j is accepted with probability min(1, p_j(x) / q_j(x)), where x is the text's own token,
+p the drafter's and q the target's distribution of it. A round ends at the first rejected slot or after n slots; the
+next anchor is the correction (or bonus) token after the accepted ones.
 
 Why that is exact: speculative sampling emits token x as an accepted draft with probability p(x)·min(1, q(x)/p(x)) =
 min(p(x), q(x)), and emits it at all with probability q(x). Given x, the chance that it was an accepted draft is
 therefore min(1, p(x)/q(x)). At temperature 0 this is 1 where the drafter's argmax is x, else 0, and the simulation's
 rounds are the loop's, one by one; so they are for argmax drafts at any temperature, whose p is one-hot. Averages over
-uniformly drawn anchors, or products of per-position means, are not what a server measures.
+uniformly drawn anchors, or products of per-position means, are not what is measured in decoding.
 
 Legend: D spans, L tokens of the longest span, K or n draft slots.
 """
@@ -27,17 +28,18 @@ from spectrain.decoding.acceptance import Round
 
 @dataclass(frozen=True)
 class Span:
-    """One answer of a text, ready to simulate.
+    """One answer of a text, ready to simulate. L is the answer's length.
 
     start: position in the text of the answer's first token. accept: [L, K], row i for the anchor at ``start + i``,
     column j - 1 the probability (or truth) that slot j there accepts the text's token at ``start + i + j``; entries
-    beyond the answer are ignored, L is the answer's length. stopped: the answer ended with its own end token, not at
-    the length limit.
+    beyond the answer are ignored. stopped: the answer ended with its own end token, not at the length limit.
+    confidence: [L, K], what a confidence head says of the same slots; ``None`` without one.
     """
 
     start: int
     accept: np.ndarray
     stopped: bool
+    confidence: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -76,8 +78,8 @@ def supervised_spans(loss_mask: np.ndarray) -> list[tuple[int, int]]:
 
 
 def simulate(span: Span, n: int, rng: np.random.Generator | None = None) -> list[Round]:
-    """Rounds of one span with n drafts each. ``rng`` decides slots whose probability is neither 0 nor 1; the greedy
-    simulate needs none.
+    """Rounds of one span with n drafts each. ``rng`` decides slots whose probability is neither 0 nor 1; argmax drafts
+    have none such.
     """
     length, slots = span.accept.shape
     _check_slots(n, slots)
@@ -98,8 +100,8 @@ def simulate(span: Span, n: int, rng: np.random.Generator | None = None) -> list
 
 
 def expected_acceptance(spans: Sequence[Span], n: int) -> ExpectedAcceptance:
-    """The simulation's sums in expectation, exactly, by carrying the probability that a round starts at each token from
-    left to right.
+    """The sums of ``simulate`` in expectation, exactly, by carrying the probability that a round starts at each token
+    from left to right.
 
     Spares the sampling noise of ``simulate`` at temperature > 0; for truths instead of probabilities the two agree.
     O(L·n) steps for all spans.
@@ -114,20 +116,18 @@ def expected_acceptance(spans: Sequence[Span], n: int) -> ExpectedAcceptance:
         row[: len(span.accept)] = span.accept[:, :n]
     left_DL = lengths_D[:, None] - 1 - np.arange(longest)  # tokens after each anchor, hence slots that can be seen
     seen_DLn = np.arange(n) < left_DL[..., None]
-    survival_DLn = np.cumprod(
-        np.where(seen_DLn, accept_DLn, 0.0), axis=-1
-    )  # P(at least j + 1 drafts are accepted), 0 beyond the text
+    # P(at least j + 1 drafts are accepted), 0 beyond the text.
+    survival_DLn = np.cumprod(np.where(seen_DLn, accept_DLn, 0.0), axis=-1)
 
     # All visible drafts are accepted and more were drafted: cut by the length limit, unless the text ended by itself.
-    all_stand_DL = np.take_along_axis(survival_DLn, left_DL.clip(1, n)[..., None] - 1, axis=-1)[..., 0]
-    cut_DL = np.where((left_DL > 0) & (left_DL < n), all_stand_DL, 0.0)
+    all_accepted_DL = np.take_along_axis(survival_DLn, left_DL.clip(1, n)[..., None] - 1, axis=-1)[..., 0]
+    cut_DL = np.where((left_DL > 0) & (left_DL < n), all_accepted_DL, 0.0)
     cut_DL[np.array([span.stopped for span in spans])] = 0.0
 
     reach_DL = np.zeros((len(spans), longest + n + 1))  # P(some round starts at this token)
     reach_DL[:, 0] = 1.0
-    exactly_DLm = -np.diff(
-        survival_DLn, axis=-1, prepend=1.0, append=0.0
-    )  # P(exactly k drafts are accepted), k = 0 … n
+    # P(exactly k drafts are accepted), k = 0 … n.
+    exactly_DLm = -np.diff(survival_DLn, axis=-1, prepend=1.0, append=0.0)
     for anchor in range(longest):
         reach_DL[:, anchor + 1 : anchor + n + 2] += reach_DL[:, anchor, None] * exactly_DLm[:, anchor]
     reach_DL = np.where(left_DL > 0, reach_DL[:, :longest], 0.0)

@@ -46,12 +46,12 @@ def verify(
     Args:
         draft_ids_Bn: the drafts d_1 … d_n.
         draft_log_probs_BnV: the distribution each draft was drawn from, normalised; ``None``: the drafts were chosen,
-        not drawn (one-hot distribution).
+            not drawn (one-hot distribution).
         target_logits_BmV: m = n + 1 rows; row j is the target's prediction of slot j + 1 given the anchor and the
-        drafts before.
-        distribution: the target's sampling distribution.
+            drafts before.
+        sampling: what makes the target's distribution of these logits.
         uniforms_Bm: n + 1 uniforms in [0, 1): the first to draw the next token by, then one per slot to accept by. Not
-        needed when greedy.
+            needed when greedy.
         lengths_B: how many drafts each row has, when rows differ; slots beyond count as not drafted.
 
     Returns:
@@ -61,18 +61,16 @@ def verify(
     device = target_logits_BmV.device
     if uniforms_Bm is None:
         if not sampling.greedy:
-            raise ValueError("verify needs uniforms when the distribution is not greedy")
-        uniforms_Bm = torch.zeros(
-            batch, n + 1, device=device
-        )  # with one-hot distributions every uniform decides the same
+            raise ValueError("verify needs uniforms when sampling is not greedy")
+        # With one-hot distributions every uniform decides the same.
+        uniforms_Bm = torch.zeros(batch, n + 1, device=device)
     uniforms_Bm = uniforms_Bm.to(device)
     log_q_BmV = truncated_log_probs(target_logits_BmV, sampling)
     rows_B = torch.arange(batch, device=device)
     drafted_B = torch.full((batch,), n, device=device) if lengths_B is None else lengths_B.to(device)
 
     q_draft_Bn = log_q_BmV[:, :n].gather(-1, draft_ids_Bn[..., None])[..., 0].exp()
-    # u < q / p, written without the division. Uniforms stay in their own precision: rounding to float32 could give u =
-    # 1.
+    # u < q / p, written without the division. Uniforms keep their own precision: rounding to float32 could give u = 1.
     bar_Bn = uniforms_Bm[:, 1 : n + 1]
     if draft_log_probs_BnV is not None:
         bar_Bn = bar_Bn * draft_log_probs_BnV.gather(-1, draft_ids_Bn[..., None])[..., 0].exp()
@@ -88,12 +86,11 @@ def verify(
     slot_B = accepted_B.clamp(max=n - 1)
     residual_BV = q_BV.clone()
     if draft_log_probs_BnV is None:
-        refused_B1 = draft_ids_Bn[rows_B, slot_B][:, None]
-        residual_BV.scatter_(-1, refused_B1, 0.0)
+        rejected_id_B1 = draft_ids_Bn[rows_B, slot_B][:, None]
+        residual_BV.scatter_(-1, rejected_id_B1, 0.0)
     else:
         residual_BV.sub_(draft_log_probs_BnV[rows_B, slot_B].exp()).clamp_(min=0.0)
-    # Where p equals q up to rounding, a rejection can leave an empty residual; the distribution of such a slot is q
-    # itself.
+    # Where p equals q up to rounding, a rejection can leave an empty residual; such a slot's distribution is q itself.
     use_residual_B = rejected_B & (residual_BV.sum(-1) > 0)
     weights_BV = torch.where(use_residual_B[:, None], residual_BV, q_BV)
     return Verdict(accepted_B, sample(weights_BV, uniforms_Bm[:, 0]))

@@ -239,9 +239,3 @@ def all_methods() -> list[DrafterMethod]:
     """Every kind, those included that are only told to vLLM."""
     found = (known_method(name) for name in dict.fromkeys((*_SHIPPED, *_registered)))
     return [method for method in found if method is not None]
-
-
-def method_label(name: str) -> str:
-    """The name of a kind as a person reads it; an unknown one is shown as it is."""
-    method = known_method(name)
-    return name if method is None else method.label

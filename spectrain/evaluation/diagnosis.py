@@ -1,8 +1,8 @@
-"""Why a server drafts otherwise than we do: the known ways to read a drafter's folder wrongly, each tried on the text.
+"""Diagnosis of a failed parity check: the known ways to misread a drafter's folder, each tried on vLLM's text.
 
-A hypothesis is our own drafter with one thing changed: other layers, another head table, a switch the other way round.
-It is led along the texts of the server; the one under which it drafts what the server drafted names the cause. What can
-be tried follows from what the drafter has, not from its name, so a further kind of drafter is covered by adding what is
+A misreading is our own drafter with one thing changed: other layers, another head table, a switch the other way round.
+It is led along the texts that vLLM made; the one under which it drafts what vLLM drafted names the cause. What can be
+tried follows from what the drafter has, not from its name, so a further kind of drafter is covered by adding what is
 particular to it.
 
 Legend: S tokens of the text, A taps, H hidden, D draft vocabulary.
@@ -22,15 +22,13 @@ from torch import Tensor
 from spectrain.decoding.acceptance import Round
 from spectrain.drafters.drafter import Drafter
 from spectrain.drafters.layers import Rotary
-from spectrain.evaluation.parity import ParityReport, Played
+from spectrain.evaluation.parity import DecodedPrompt, ParityReport
 from spectrain.evaluation.replay import Follower, Text
 from spectrain.target.model import TargetModel
 
-_PROMPTS, _ROUNDS = 3, 40  # what is replayed under a hypothesis, at most
-_GLIMPSE, _KEPT = (
-    6,
-    5,
-)  # rounds from the first difference on, under every hypothesis; so many of the best (and their equals) go on
+_PROMPTS, _ROUNDS = 3, 40  # what is replayed under a misreading, at most
+# First a few rounds from the first difference on, under every misreading; so many of the best (and their equals) go on.
+_SCREENING_ROUNDS, _KEPT = 6, 5
 _EXPLAINS, _COMES_CLOSE = 0.97, 0.2  # share of rounds reproduced; how much more than as written
 _THETAS = (1e2, 1e3, 1e4, 1e5, 2.5e5, 5e5, 1e6, 5e6, 1e7, 1e8)
 _SWITCHES = {
@@ -46,11 +44,11 @@ _TARGET_DIFFERS = (
 
 
 @dataclass(frozen=True)
-class Hypothesis:
-    """A way the server may have read the drafter. ``hint`` says what it would be doing.
+class Misreading:
+    """A way in which vLLM may read the drafter otherwise than it is meant. ``hint`` says what it would be doing.
 
-    taps: layers it would read; ``None``: the right ones. states: what it would make of them, [1, S, A, H]. changes:
-    (object, attribute, value) of our drafter, set while it is tried.
+    taps: layers it would read; ``None``: the right ones. states: what it would make of their hidden states,
+    [1, S, A, H]. changes: (object, attribute, value) of our drafter, set while it is tried.
     """
 
     hint: str
@@ -70,55 +68,58 @@ class Hypothesis:
                 setattr(thing, name, value)
 
 
-def explain(
-    target: TargetModel, drafter: Drafter, report: ParityReport, theirs: Sequence[Played], num_drafts: int
+def diagnose(
+    target: TargetModel, drafter: Drafter, report: ParityReport, theirs: Sequence[DecodedPrompt], num_drafts: int
 ) -> tuple[str, ...]:
     """Hints for a report with differences, the likeliest first."""
     drafts = [difference for difference in report.different if difference.what == "draft"]
     if not drafts:
         return (_TARGET_DIFFERS,) if report.different else ()
     chosen = list(dict.fromkeys(difference.prompt for difference in drafts))[:_PROMPTS]
-    tried = hypotheses(drafter, target.spec.num_layers)
-    tap_ids = sorted({tap for hypothesis in tried for tap in hypothesis.taps or drafter.taps} | set(drafter.taps))
+    tried = misreadings(drafter, target.spec.num_layers)
+    tap_ids = sorted({tap for misreading in tried for tap in misreading.taps or drafter.taps} | set(drafter.taps))
     texts = [
         (Text(target, [*theirs[p].prompt, *theirs[p].answer], tap_ids), theirs[p].rounds[:_ROUNDS]) for p in chosen
     ]
     first = drafts[0].round
-    glimpse = [(texts[0][0], theirs[chosen[0]].rounds[first : first + _GLIMPSE])]
-    glimpsed = [_reproduced(hypothesis, drafter, glimpse, num_drafts) for hypothesis in tried]
-    bar = min(sorted(glimpsed)[-_KEPT:], default=0.0)
-    kept = [hypothesis for hypothesis, share in zip(tried, glimpsed, strict=True) if share >= bar]
-    as_written = _reproduced(Hypothesis("as written"), drafter, texts, num_drafts)
-    scored = [(_reproduced(hypothesis, drafter, texts, num_drafts), hypothesis.hint) for hypothesis in kept]
+    screening = [(texts[0][0], theirs[chosen[0]].rounds[first : first + _SCREENING_ROUNDS])]
+    shares = [_reproduced(misreading, drafter, screening, num_drafts) for misreading in tried]
+    bar = min(sorted(shares)[-_KEPT:], default=0.0)
+    kept = [misreading for misreading, share in zip(tried, shares, strict=True) if share >= bar]
+    as_written = _reproduced(Misreading("as written"), drafter, texts, num_drafts)
+    scored = [(_reproduced(misreading, drafter, texts, num_drafts), misreading.hint) for misreading in kept]
     scored.sort(key=lambda pair: -pair[0])
+    return _hints(scored, as_written)
+
+
+def _hints(scored: Sequence[tuple[float, str]], as_written: float) -> tuple[str, ...]:
+    """What is said of misreadings that reproduce such shares of vLLM's rounds, descending."""
     explaining = [
         f"{hint} (this reproduces {share:.0%} of vLLM's drafts)" for share, hint in scored if share >= _EXPLAINS
     ]
     if explaining:
         return tuple(explaining)
     if scored and scored[0][0] > as_written + _COMES_CLOSE:
-        return (
-            f"perhaps, among other things, {scored[0][1]} (this reproduces {scored[0][0]:.0%} of vLLM's drafts, not "
-            f"all)",
-        )
+        share, hint = scored[0]
+        return (f"perhaps, among other things, {hint} (this reproduces {share:.0%} of vLLM's drafts, not all)",)
     return (
         "none of the known causes reproduces vLLM's drafts: compare its configuration, tensors and arithmetic with "
         "ours",
     )
 
 
-def hypotheses(drafter: Drafter, num_layers: int) -> list[Hypothesis]:
+def misreadings(drafter: Drafter, num_layers: int) -> list[Misreading]:
     """Everything worth trying for this drafter. ``num_layers``: of the target."""
     return [
-        *_tap_hypotheses(drafter, num_layers),
-        *_vocabulary_hypotheses(drafter),
-        *_switch_hypotheses(drafter),
-        *_rope_hypotheses(drafter),
-        *_block_hypotheses(drafter),
+        *_tap_misreadings(drafter, num_layers),
+        *_vocabulary_misreadings(drafter),
+        *_switch_misreadings(drafter),
+        *_rope_misreadings(drafter),
+        *_block_misreadings(drafter),
     ]
 
 
-def _tap_hypotheses(drafter: Drafter, num_layers: int) -> Iterator[Hypothesis]:
+def _tap_misreadings(drafter: Drafter, num_layers: int) -> Iterator[Misreading]:
     taps = tuple(drafter.taps)
     if not taps:
         return
@@ -132,8 +133,8 @@ def _tap_hypotheses(drafter: Drafter, num_layers: int) -> Iterator[Hypothesis]:
     candidates += [tuple(reversed(taps))] if len(taps) > 1 else []
     for candidate in dict.fromkeys(candidates):
         if candidate != taps and all(0 <= tap <= num_layers for tap in candidate):
-            yield Hypothesis(wanted.format(list(candidate)), taps=candidate)
-    yield Hypothesis(
+            yield Misreading(wanted.format(list(candidate)), taps=candidate)
+    yield Misreading(
         "position: features come one position late, as if tokens and features were not shifted alike", states=_one_late
     )
 
@@ -142,22 +143,22 @@ def _one_late(taps_1SAH: Tensor) -> Tensor:
     return torch.cat([taps_1SAH[:, :1], taps_1SAH[:, :-1]], dim=1)
 
 
-def _vocabulary_hypotheses(drafter: Drafter) -> Iterator[Hypothesis]:
+def _vocabulary_misreadings(drafter: Drafter) -> Iterator[Misreading]:
     """Drafts are rows of the head; d2t says which token a row is."""
     ids_D = getattr(drafter, "draft_ids_D", None)
     if ids_D is not None and len(ids_D) < drafter.vocab.target_size:
         rows_D = torch.arange(len(ids_D), device=ids_D.device)
-        yield Hypothesis(
+        yield Misreading(
             "d2t: it is not applied, rows of the draft head are taken for tokens",
             changes=((drafter, "draft_ids_D", rows_D),),
         )
         doubled = ((drafter, "draft_ids_D", (ids_D + rows_D) % drafter.vocab.target_size),)
-        yield Hypothesis(
+        yield Misreading(
             "d2t: it is applied as an offset to ids, so the table holds ids where offsets belong", changes=doubled
         )
 
 
-def _switch_hypotheses(drafter: Drafter) -> Iterator[Hypothesis]:
+def _switch_misreadings(drafter: Drafter) -> Iterator[Misreading]:
     body: Any = getattr(drafter, "body", None)
     shape: Any = getattr(body, "shape", None)
     for name, meaning in _SWITCHES.items():
@@ -168,12 +169,12 @@ def _switch_hypotheses(drafter: Drafter) -> Iterator[Hypothesis]:
         changes = [(body, "shape", dataclasses.replace(shape, **{name: not on}))]
         changes += [(layer, name, not on) for layer in body.layers if hasattr(layer, name)]
         word = {"norm_before_residual": "un", "norm_output": "un"}.get(name, "not ") if on else ""
-        yield Hypothesis(
+        yield Misreading(
             f"norm: {name} is read as {str(not on).lower()}, {meaning.format(word)}", changes=tuple(changes)
         )
 
 
-def _rope_hypotheses(drafter: Drafter) -> Iterator[Hypothesis]:
+def _rope_misreadings(drafter: Drafter) -> Iterator[Misreading]:
     layer = getattr(getattr(drafter, "shape", None), "layer", None)
     if layer is None or not hasattr(drafter, "rotary"):
         return
@@ -185,36 +186,36 @@ def _rope_hypotheses(drafter: Drafter) -> Iterator[Hypothesis]:
             continue
         rotary = Rotary(dataclasses.replace(layer, rope_parameters={"rope_type": "default", "rope_theta": theta}))
         scaling = "" if plain else " without the scaling"
-        yield Hypothesis(
+        yield Misreading(
             f"rope: theta is {theta:g}{scaling} instead of {own:g}", changes=((drafter, "rotary", rotary),)
         )
 
 
-def _block_hypotheses(drafter: Drafter) -> Iterator[Hypothesis]:
+def _block_misreadings(drafter: Drafter) -> Iterator[Misreading]:
     """One pass over a block: what its slots see of each other."""
     body: Any = getattr(drafter, "body", None)
     shape: Any = getattr(body, "shape", None)
     if hasattr(shape, "causal"):
         word = "see no later slots" if not shape.causal else "see all slots"
         changed = dataclasses.replace(shape, causal=not shape.causal)
-        yield Hypothesis(
+        yield Misreading(
             f"attention: slots of a block {word} (sliding_window_non_causal)", changes=((body, "shape", changed),)
         )
     if getattr(shape, "sliding_window", None) is not None:
         changed = dataclasses.replace(shape, sliding_window=None)
-        yield Hypothesis("attention: the sliding window is not applied", changes=((body, "shape", changed),))
+        yield Misreading("attention: the sliding window is not applied", changes=((body, "shape", changed),))
 
 
 def _reproduced(
-    hypothesis: Hypothesis, drafter: Drafter, texts: Sequence[tuple[Text, Sequence[Round]]], n: int
+    misreading: Misreading, drafter: Drafter, texts: Sequence[tuple[Text, Sequence[Round]]], n: int
 ) -> float:
-    """Share of the server's rounds whose drafts the drafter makes under a hypothesis."""
+    """Share of vLLM's rounds whose drafts the drafter makes under a misreading."""
     same = total = 0
-    with hypothesis.applied():
+    with misreading.applied():
         for text, rounds in texts:
-            taps_1SAH = text.taps(hypothesis.taps or drafter.taps)
-            if hypothesis.states is not None and taps_1SAH is not None:
-                taps_1SAH = hypothesis.states(taps_1SAH)
+            taps_1SAH = text.taps(misreading.taps or drafter.taps)
+            if misreading.states is not None and taps_1SAH is not None:
+                taps_1SAH = misreading.states(taps_1SAH)
             follower = Follower(drafter, text, taps_1SAH, n)
             for round_ in rounds:
                 same += follower.draft(round_.anchor)[: len(round_.drafts)] == round_.drafts

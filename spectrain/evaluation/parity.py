@@ -1,17 +1,17 @@
-"""Parity: does the server draft, and accept, what our own decoding does?
+"""Parity: does vLLM draft, and accept, what our own decoding does?
 
 Both decode the same prompts greedily with the same drafter. Their rounds are compared one by one: the drafts, how many
-of them were accepted, and the token behind. While both texts agree, a server's round is held against our loop's round
-at the same anchor. Rounding may part them:
+of them were accepted, and the token after those. While both texts agree, a round of vLLM is compared with our loop's
+round at the same anchor. Rounding may part them:
 
 * two tokens tie for the argmax of a draft slot: the round counts as a near-tie, and so do later drafts of the same
   round;
 * two tokens tie for the target's argmax: from there on the texts differ.
 
-Wherever our loop has no round at the server's anchor, because one of these happened before, our drafter is led along
-the server's own text (``replay.py``) and drafts there, so no round goes uncompared. What is a tie is looked up: the two
-logits must lie closer together than rounding explains, ``TIE`` times the spread of that slot's logits. Everything else
-is a difference, and one is enough to fail.
+Wherever our loop has no round at vLLM's anchor, because one of these happened before, our drafter is led along vLLM's
+own text (``replay.py``) and drafts there, so no round goes uncompared. What is a tie is looked up: the two logits must
+lie closer together than rounding explains, ``TIE`` times the spread of that slot's logits. Everything else is a
+difference, and one is enough to fail.
 
 Nothing here knows how the drafter works. Figures of both sides count the same rounds, so they are equal if all rounds
 are.
@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -39,10 +40,8 @@ LEAST_EQUAL = 0.9  # share of rounds that must be equal: with more ties than tha
 
 
 @dataclass(frozen=True)
-class Played:
-    """One prompt decoded greedily: ids of prompt and answer (the end token included), and the rounds, with their
-    drafts.
-    """
+class DecodedPrompt:
+    """A prompt and its greedy answer: their ids (the end token included), and the rounds, with their drafts."""
 
     prompt: list[int]
     answer: list[int]
@@ -51,12 +50,11 @@ class Played:
 
 @dataclass(frozen=True)
 class Difference:
-    """Where one round parted. ``what``: "draft" (slot is the draft's, from 1) or "target" (the token behind so many
+    """Where one round differs. ``what``: "draft" (slot is the draft's, from 1) or "target" (the token after ``slot``
     accepted drafts).
 
-    ours, theirs: the two tokens. gap: how far our logit of theirs lies below that of ours; inf where we could not have
-    chosen theirs.
-    tolerance: the widest gap that counts as a near-tie.
+    ours, theirs: the two tokens, of our loop and of vLLM. gap: how far our logit of theirs lies below that of ours; inf
+    where ours could not have been theirs. tolerance: the widest gap that counts as a near-tie.
     """
 
     prompt: int
@@ -74,21 +72,23 @@ class Difference:
         return self.gap <= self.tolerance
 
     def __str__(self) -> str:
-        place = f"prompt {self.prompt}, round {self.round}, anchor at {self.anchor}"
+        where = f"prompt {self.prompt}, round {self.round}, anchor at {self.anchor}"
         if self.what == "draft":
-            place += f", draft {self.slot}"
+            where += f", draft {self.slot}"
         else:
-            place += f", the target's token after {self.slot} accepted drafts"
+            where += f", the target's token after {self.slot} accepted drafts"
         if math.isinf(self.gap):
-            return f"{place}: vLLM {self.theirs}, ours {self.ours}; ours is not able to say {self.theirs}"
+            return f"{where}: vLLM {self.theirs}, ours {self.ours}; ours is not able to say {self.theirs}"
         explained = f"whose logit is {self.gap:.2g} higher (rounding explains {self.tolerance:.2g})"
-        return f"{place}: vLLM {self.theirs}, ours {self.ours}, {explained}"
+        return f"{where}: vLLM {self.theirs}, ours {self.ours}, {explained}"
 
 
 @dataclass(frozen=True)
 class ParityReport:
-    """Outcome of a comparison. ``replayed``: rounds that were held against the drafter led along the server's text; all
-    others were held against our loop. ``ours`` and ``theirs``: figures over all complete rounds of each side."""
+    """Outcome of a comparison. ``replayed``: rounds that were compared with the drafter led along vLLM's text; all
+    others were compared with our loop's. ``ours`` and ``theirs``: figures over all complete rounds of each side.
+    ``hints``: likely causes of differences (``diagnosis.py``).
+    """
 
     rounds: int
     equal: int
@@ -110,26 +110,30 @@ class ParityReport:
         if self.different:
             return f"{len(self.different)} of {self.rounds} rounds differ; the first: {self.different[0]}"
         if not self.rounds:
-            return "the server played no round with drafts, so nothing was compared"
+            return "vLLM reports no round with drafts, so nothing was compared"
         return (
             f"only {self.equal} of {self.rounds} rounds are equal, the others are near-ties: too many to call it parity"
         )
 
 
 def compare(
-    target: TargetModel, drafter: Drafter, ours: Sequence[Played], theirs: Sequence[Played], num_drafts: int
+    target: TargetModel,
+    drafter: Drafter,
+    ours: Sequence[DecodedPrompt],
+    theirs: Sequence[DecodedPrompt],
+    num_drafts: int,
 ) -> ParityReport:
-    """Compare the server's rounds, prompt by prompt, with our loop's. ``num_drafts``: what both sides were to draft in
-    a round.
+    """Compare vLLM's rounds, prompt by prompt, with our loop's. ``num_drafts``: what both sides were asked for in a
+    round.
     """
     equal = replayed = total = 0
     found: list[Difference] = []
-    for number, (own, served) in enumerate(zip(ours, theirs, strict=True)):
-        comparison = _Comparison(target, drafter, number, own, served, num_drafts)
+    for number, (own, other) in enumerate(zip(ours, theirs, strict=True)):
+        comparison = _Comparison(target, drafter, number, own, other, num_drafts)
         differences = [difference for difference in comparison.differences() if difference is not None]
         found += differences
-        total += len(served.rounds)
-        equal += len(served.rounds) - len(differences)
+        total += len(other.rounds)
+        equal += len(other.rounds) - len(differences)
         replayed += comparison.replayed
     return ParityReport(
         rounds=total,
@@ -137,78 +141,81 @@ def compare(
         replayed=replayed,
         ties=tuple(difference for difference in found if difference.tie),
         different=tuple(difference for difference in found if not difference.tie),
-        ours=acceptance([played.rounds for played in ours], num_drafts),
-        theirs=acceptance([played.rounds for played in theirs], num_drafts),
+        ours=acceptance([decoded.rounds for decoded in ours], num_drafts),
+        theirs=acceptance([decoded.rounds for decoded in theirs], num_drafts),
     )
 
 
 class _Comparison:
-    """One prompt."""
+    """One prompt, decoded by both sides. ``agreed``: tokens from the front that both texts share."""
 
     def __init__(
-        self, target: TargetModel, drafter: Drafter, number: int, own: Played, served: Played, num_drafts: int
+        self,
+        target: TargetModel,
+        drafter: Drafter,
+        number: int,
+        ours: DecodedPrompt,
+        theirs: DecodedPrompt,
+        num_drafts: int,
     ) -> None:
         self.number = number
-        self.served = served
+        self.theirs = theirs
         self.num_drafts = num_drafts
-        self.own_ids = [*own.prompt, *own.answer]
-        self.own_at = {round_.anchor: round_ for round_ in own.rounds}
-        self.text = Text(target, [*served.prompt, *served.answer], drafter.taps)
+        self.ours_at = {round_.anchor: round_ for round_ in ours.rounds}
+        self.text = Text(target, [*theirs.prompt, *theirs.answer], drafter.taps)
         self.drafter = drafter
         self.rel = TIE[target.dtype]
         self.replayed = 0
-        self._follower: Follower | None = None
-        self.agreed = _common_prefix(self.own_ids, self.text.ids)  # tokens from the front that both texts share
+        self.agreed = _common_prefix([*ours.prompt, *ours.answer], self.text.ids)
 
     def differences(self) -> Iterator[Difference | None]:
-        for number, round_ in enumerate(self.served.rounds):
+        """Of every round of vLLM, in order; ``None`` where it is equal."""
+        for number, round_ in enumerate(self.theirs.rounds):
             yield self._difference(number, round_)
 
-    @property
+    @cached_property
     def follower(self) -> Follower:
-        if self._follower is None:
-            self._follower = Follower(self.drafter, self.text, self.text.taps(self.drafter.taps), self.num_drafts)
-        return self._follower
+        return Follower(self.drafter, self.text, self.text.taps(self.drafter.taps), self.num_drafts)
 
-    def _difference(self, number: int, served: Round) -> Difference | None:
-        own = self.own_at.get(served.anchor) if served.anchor < self.agreed else None
-        if own is None or len(own.drafts) < len(served.drafts):
+    def _difference(self, number: int, theirs: Round) -> Difference | None:
+        ours = self.ours_at.get(theirs.anchor) if theirs.anchor < self.agreed else None
+        if ours is None or len(ours.drafts) < len(theirs.drafts):
             self.replayed += 1
-            drafts = self.follower.draft(served.anchor)
+            drafts = self.follower.draft(theirs.anchor)
         else:
-            drafts = own.drafts
-        slot = _common_prefix(drafts, served.drafts)
-        if slot < len(served.drafts):
-            logits_V = self.follower.logits_after(served.anchor, served.drafts[:slot])
-            found = self._tokens(number, served.anchor, "draft", slot + 1, drafts[slot], served.drafts[slot], logits_V)
-            return (self._target_difference(number, served) or found) if found.tie else found
-        return self._target_difference(number, served)
+            drafts = ours.drafts
+        slot = _common_prefix(drafts, theirs.drafts)
+        if slot < len(theirs.drafts):
+            logits_V = self.follower.logits_after(theirs.anchor, theirs.drafts[:slot])
+            found = self._tokens(number, theirs.anchor, "draft", slot + 1, drafts[slot], theirs.drafts[slot], logits_V)
+            return (self._target_difference(number, theirs) or found) if found.tie else found
+        return self._target_difference(number, theirs)
 
-    def _target_difference(self, number: int, served: Round) -> Difference | None:
+    def _target_difference(self, number: int, theirs: Round) -> Difference | None:
         """Each of the round's tokens in the text must be the target's argmax there, and the accepted drafts must be
         those tokens.
         """
-        last = min(served.anchor + served.accepted, len(self.text.ids) - 2)
+        last = min(theirs.anchor + theirs.accepted, len(self.text.ids) - 2)
         same = (
             last + 1 < self.agreed
-            and served.anchor in self.own_at
-            and self.own_at[served.anchor].accepted == served.accepted
+            and theirs.anchor in self.ours_at
+            and self.ours_at[theirs.anchor].accepted == theirs.accepted
         )
         if same:
             return None
-        for position in range(served.anchor, last + 1):
-            slot = position - served.anchor
+        for position in range(theirs.anchor, last + 1):
+            slot = position - theirs.anchor
             logits_V = self.text.target_logits(position)
-            ours, theirs = int(logits_V.argmax()), self.text.ids[position + 1]
-            if ours != theirs:
-                return self._tokens(number, served.anchor, "target", slot, ours, theirs, logits_V)
-        # The account against the text: what is said to stand must be in it, and a draft that is in it must not have
-        # been refused.
-        behind = self.text.ids[served.anchor + 1 :]
-        for slot, (draft, token) in enumerate(zip(served.drafts[: served.accepted + 1], behind, strict=False)):
-            stands = slot < served.accepted
-            if stands != (draft == token) and not (served.cut and not stands):
-                return Difference(self.number, number, served.anchor, "target", slot, token, draft, math.inf, 0.0)
+            ours_id, theirs_id = int(logits_V.argmax()), self.text.ids[position + 1]
+            if ours_id != theirs_id:
+                return self._tokens(number, theirs.anchor, "target", slot, ours_id, theirs_id, logits_V)
+        # The reported counts against the text: drafts that were accepted must be in it, and a draft that is in it must
+        # not have been rejected.
+        after = self.text.ids[theirs.anchor + 1 :]
+        for slot, (draft, token) in enumerate(zip(theirs.drafts[: theirs.accepted + 1], after, strict=False)):
+            accepted = slot < theirs.accepted
+            if accepted != (draft == token) and not (theirs.cut and not accepted):
+                return Difference(self.number, number, theirs.anchor, "target", slot, token, draft, math.inf, 0.0)
         return None
 
     def _tokens(

@@ -1,15 +1,15 @@
 """The evaluation record: one measurement, with everything another person needs to judge or repeat it.
 
-One JSON file per (suite, engine, method, number of speculative tokens, temperature). Units are in the field names; a
-figure that was not measured is ``null``, never zero. Acceptance comes from ``metrics.py``, so a record, the trainer's
-evaluation and a server's counters are the same quantities.
+One JSON file per (suite, engine, method, number of speculative tokens, temperature, draft policy, concurrency). Units
+are in the field names; a figure that was not measured is ``null``, never zero. Acceptance length (τ, tau) and rates
+come from ``decoding/acceptance.py``, so a record, the trainer's evaluation and vLLM's counters are the same
+quantities.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import re
 import types
 import typing
@@ -22,9 +22,10 @@ from spectrain.config.schema import DRAFT_POLICIES
 from spectrain.decoding.acceptance import AcceptanceStats, Round, acceptance, bootstrap_ratio_interval
 from spectrain.errors import InputError, RunError
 from spectrain.evaluation.reliability import ConfidenceStats
-from spectrain.files import write_atomically
+from spectrain.files import finite_or_none, write_atomically
 
 Interval = tuple[float, float]
+STAGE_PREFIX = "eval/"  # of the manifest's entries of measurements
 
 
 @dataclass(frozen=True)
@@ -77,11 +78,11 @@ class Conditions:
 class EvaluationRecord(Conditions):
     """``Conditions`` and the figures measured under them.
 
-    acceptance_length counts the bonus token; rounds, drafted_tokens and accepted_tokens are of complete rounds
+    acceptance_length (τ, tau) counts the bonus token; rounds, drafted_tokens and accepted_tokens are of complete rounds
     (``cut_rounds`` were ended by the length limit and are left out). acceptance_per_position is unconditional, as vLLM
     reports it. Intervals are 95 % bootstrap intervals over prompts. speedup: the baseline's seconds for as many tokens,
     over this method's. output_identical: the ids equal the baseline's, prompt by prompt; ``None`` above temperature 0.
-    walk_*: what simulation predicted for the same prompts. confidence: whether a drafter's confidence was right,
+    simulated_*: what simulation predicted for the same prompts. confidence: whether a drafter's confidence was right,
     measured where all drafts are verified.
     """
 
@@ -116,14 +117,18 @@ class EvaluationRecord(Conditions):
         return self.drafter is not None
 
     def file_name(self) -> str:
-        """Distinct for each (suite, engine, method, number of speculative tokens, temperature, draft policy, threshold,
-        concurrency).
-        """
-        parts = [self.suite, self.engine, self.method, f"n{self.num_speculative_tokens}", f"t{self.temperature:g}"]
-        threshold = "" if self.draft_threshold is None else f"{self.draft_threshold:g}"
-        parts += [self.draft_policy + threshold] if self.draft_policy != "fixed" else []
-        parts += [f"c{self.concurrency}"] if self.concurrency > 1 else []
-        return re.sub(r"[^A-Za-z0-9._-]+", "_", "-".join(parts)) + ".json"
+        """Distinct wherever ``measurement_name`` is."""
+        name = measurement_name(
+            self.suite,
+            self.engine,
+            self.num_speculative_tokens,
+            self.temperature,
+            self.draft_policy,
+            self.draft_threshold,
+            method=self.method,
+            concurrency=self.concurrency,
+        )
+        return f"{name}.json"
 
     def write(self, folder: str | Path) -> Path:
         """Writes ``file_name()`` in ``folder``, in one move, and returns its path."""
@@ -134,11 +139,33 @@ class EvaluationRecord(Conditions):
         return path
 
 
+def measurement_name(
+    suite: str,
+    engine: str,
+    num_speculative_tokens: int,
+    temperature: float,
+    draft_policy: str = "fixed",
+    draft_threshold: float | None = None,
+    *,
+    method: str = "",
+    concurrency: int = 1,
+) -> str:
+    """The name that tells measurements apart, safe in a path: of a record's file, and, without method and concurrency,
+    of the stage that measures several methods and batch sizes: ``heldout-hf-eagle3-n3-t0``, ``heldout-hf-n3-t0``.
+    """
+    parts = [suite, engine, *([method] if method else []), f"n{num_speculative_tokens}", f"t{temperature:g}"]
+    if draft_policy != "fixed":
+        parts.append(draft_policy + ("" if draft_threshold is None else f"{draft_threshold:g}"))
+    if concurrency > 1:
+        parts.append(f"c{concurrency}")
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", "-".join(parts))
+
+
 def build_record(
     conditions: Conditions,
     results: Sequence[PromptResult],
     baseline: Sequence[PromptResult] | None = None,
-    simulate: AcceptanceStats | None = None,
+    simulated: AcceptanceStats | None = None,
     *,
     draft_s_per_round: float | None = None,
     verify_s_per_round: float | None = None,
@@ -147,9 +174,9 @@ def build_record(
 ) -> EvaluationRecord:
     """The record of ``results``, one per prompt.
 
-    baseline: the same prompts answered without speculation; leave it out for that measurement itself. simulate: the
-    simulation's figures for these prompts. draft_s_per_round, verify_s_per_round: of a batch's round, as the loop times
-    them.
+    baseline: the same prompts answered without speculation; leave it out for that measurement itself. simulated:
+    the simulation's figures for these prompts. draft_s_per_round, verify_s_per_round: of a batch's round, as the loop
+    times them.
 
     Raises RunError if there is no result, if no time was measured, or if ``baseline`` answers other prompts.
     """
@@ -169,12 +196,12 @@ def build_record(
         cut_rounds=stats.cut_rounds,
         drafted_tokens=stats.drafted_tokens,
         accepted_tokens=stats.accepted_tokens,
-        acceptance_length=_measured(stats.acceptance_length),
+        acceptance_length=finite_or_none(stats.acceptance_length),
         acceptance_length_interval=stats.interval,
-        acceptance_rate=_measured(stats.acceptance_rate),
-        acceptance_per_position=tuple(_measured(share) for share in stats.acceptance_per_position),
+        acceptance_rate=finite_or_none(stats.acceptance_rate),
+        acceptance_per_position=tuple(finite_or_none(share) for share in stats.acceptance_per_position),
         conditional_acceptance_per_position=tuple(
-            _measured(share) for share in stats.conditional_acceptance_per_position
+            finite_or_none(share) for share in stats.conditional_acceptance_per_position
         ),
         output_tokens=_tokens(results),
         output_tokens_per_s=_tokens_per_s(conditions, results),
@@ -185,9 +212,9 @@ def build_record(
         verify_s_per_round=verify_s_per_round,
         peak_memory_bytes=peak_memory_bytes,
         output_identical=_identical(conditions, results, baseline),
-        simulated_acceptance_length=None if simulate is None else _measured(simulate.acceptance_length),
-        simulated_acceptance_length_interval=None if simulate is None else simulate.interval,
-        simulated_rounds=None if simulate is None else simulate.rounds,
+        simulated_acceptance_length=None if simulated is None else finite_or_none(simulated.acceptance_length),
+        simulated_acceptance_length_interval=None if simulated is None else simulated.interval,
+        simulated_rounds=None if simulated is None else simulated.rounds,
         confidence=confidence,
     )
 
@@ -250,11 +277,6 @@ def _tokens_per_s(conditions: Conditions, results: Sequence[PromptResult]) -> fl
     return _tokens(results) / seconds
 
 
-def _measured(value: float) -> float | None:
-    """NaN (nothing was counted) has no place in JSON."""
-    return None if math.isnan(value) else value
-
-
 def read_record(path: str | Path) -> EvaluationRecord:
     """The record in a file. Raises InputError that names the file and what is wrong with it."""
     path = Path(path)
@@ -292,12 +314,12 @@ def read_records(folder: str | Path) -> list[EvaluationRecord]:
     within each.
     """
     records = [read_record(path) for path in sorted(Path(folder).glob("*.json"))]
-    order = {"none": 0, "ngram": 1}
-    policies = {name: place for place, name in enumerate(DRAFT_POLICIES)}
+    methods = {"none": 0, "ngram": 1}
+    policies = {name: order for order, name in enumerate(DRAFT_POLICIES)}
     return sorted(
         records,
         key=lambda r: (
-            *(r.suite, r.temperature, order.get(r.method, 2), r.method, r.num_speculative_tokens),
+            *(r.suite, r.temperature, methods.get(r.method, 2), r.method, r.num_speculative_tokens),
             *(r.concurrency, policies.get(r.draft_policy, len(policies))),
         ),
     )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from spectrain.decoding.acceptance import Round
 from spectrain.decoding.confidence import Calibration, ConfidenceSamples, auroc, reliability
 from spectrain.decoding.confidence_samples import error_per_position, loop_samples
+from spectrain.files import finite_or_none
 
 
 @dataclass(frozen=True)
@@ -16,10 +16,9 @@ class ConfidenceStats:
     """How a drafter's confidence compares with what happened, in ``rounds`` rounds of the decoding loop.
 
     Per position: ece, the expected calibration error of the predicted survival up to this position, and raw_ece, the
-    same without calibration; auroc, the chance that confidence tells a draft that were accepted from one that did not,
-    among rounds that got so far. bins and
-    raw_bins: (mean prediction, share that came true, number) of the predicted survivals of all positions, for a
-    reliability diagram.
+    same without calibration; auroc, the chance that confidence tells an accepted draft from a rejected one, among
+    rounds that got so far. bins and raw_bins: (mean prediction, share that came true, number) of the predicted
+    survivals of all positions, for a reliability diagram.
     """
 
     rounds: int
@@ -42,9 +41,9 @@ def confidence_stats(
     calibrated, raw = Calibration(), Calibration(tuple(temperatures)).inverse()
     return ConfidenceStats(
         rounds=len(samples.confidence),
-        ece=tuple(map(_measured, error_per_position(samples, calibrated))),
-        raw_ece=tuple(map(_measured, error_per_position(samples, raw))),
-        auroc=tuple(_measured(_auroc(samples, slot)) for slot in range(n)),
+        ece=tuple(map(finite_or_none, error_per_position(samples, calibrated))),
+        raw_ece=tuple(map(finite_or_none, error_per_position(samples, raw))),
+        auroc=tuple(finite_or_none(_auroc(samples, slot)) for slot in range(n)),
         bins=_bins(samples, calibrated),
         raw_bins=_bins(samples, raw),
     )
@@ -59,7 +58,3 @@ def _bins(samples: ConfidenceSamples, calibration: Calibration) -> tuple[tuple[f
     predicted = samples.survival(calibration)
     found = reliability(predicted[samples.seen], samples.accepted[samples.seen])
     return tuple((one.predicted, one.happened, one.count) for one in found)
-
-
-def _measured(value: float) -> float | None:
-    return None if math.isnan(value) else value

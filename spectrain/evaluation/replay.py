@@ -1,9 +1,9 @@
-"""Going along a finished text: what a drafter proposes, and what the target says, at any position of it.
+"""Replay of a finished text: what a drafter proposes, and what the target predicts, at any position of it.
 
 One pass of the target over prompt and answer gives every tap and every prediction along the text, so a drafter can be
-shown exactly what a server showed its own, round by round, without decoding again. That is how rounds are compared
-after two texts parted at a tie, how close two tokens were is looked up, and how a wrong reading of a drafter's folder
-is tried out.
+shown exactly what vLLM showed its own, round by round, without decoding again. That is how rounds are compared after
+two texts parted at a tie, how close two tokens were is looked up, and how a misreading of a drafter's folder is tried
+out.
 
 Legend: S tokens of the text, A taps, H hidden, V vocabulary of the target, n drafts.
 """
@@ -24,9 +24,8 @@ from spectrain.target.model import TargetModel
 # Drafts drawn so cold are argmax, unless two tokens tie within rounding; the distribution that comes with them holds
 # the logits, divided by it.
 _COLD = SamplingParams(temperature=1e-3)
-_TRIES = (
-    16  # draws, until the drafts before a slot are the wanted ones: one is enough but where such a tie lies before it
-)
+# Draws, until the drafts before a slot are the wanted ones: one is enough but where such a tie lies before it.
+_TRIES = 16
 
 
 class Text:
@@ -46,7 +45,7 @@ class Text:
         return output.last_hidden_BSH, output.taps_BSAH
 
     def taps(self, ids: Sequence[int]) -> Tensor | None:
-        """States [1, S, A, H] of some of ``tap_ids``, in the order asked for; ``None`` for none."""
+        """Hidden states [1, S, A, H] of some of ``tap_ids``, in the order asked for; ``None`` for none."""
         taps_1SAH = self._output[1]
         return None if taps_1SAH is None or not ids else taps_1SAH[:, :, [self.tap_ids.index(tap) for tap in ids]]
 
@@ -76,15 +75,13 @@ class Follower:
         self._seen = 0
 
     def draft(self, anchor: int) -> tuple[int, ...]:
-        """The n argmax drafts behind the token at ``anchor``."""
+        """The n argmax drafts for the positions after ``anchor``."""
         self._show(anchor)
         return tuple(self._drafter.propose(self._cache, self._ids_1S[:, anchor], self._n, GREEDY).ids[0].tolist())
 
     def logits_after(self, anchor: int, drafts: Sequence[int]) -> Tensor | None:
-        """The drafter's logits [V] of the slot behind these drafts, relative to the largest; -inf where it cannot draft
-        a token.
-
-        ``None`` if the drafter does not draft these.
+        """The drafter's logits [V] of the slot after these drafts, relative to the largest; -inf where it cannot draft
+        a token. ``None`` if the drafter does not draft these.
         """
         self._show(anchor)
         slot = len(drafts)

@@ -1,34 +1,48 @@
-"""Answering a suite's conversations with whatever decodes: all turns, in groups, on the clock.
+"""What evaluations share, whoever decodes, our loop or vLLM: the suite's prompts, its answers on the clock, what
+simulation predicts for them, and the conditions that go into a record.
 
-Legend: a group is decoded together; its seconds are shared evenly among its conversations.
+Conversations are answered with all their turns, in groups. A group is decoded together; its seconds are shared evenly
+among its conversations.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
 
 from spectrain.config.folders import prompt_roots
 from spectrain.console import ProgressBar
+from spectrain.data.hidden_states import INDEX_NAME
 from spectrain.data.prompts import Conversation
-from spectrain.decoding.loop import GenerationResult, LoopTiming
+from spectrain.data.responses import response_key
+from spectrain.decoding.acceptance import AcceptanceStats
+from spectrain.decoding.draft_policy import FIXED, THRESHOLD
+from spectrain.decoding.loop import GenerationResult, LoopTiming, Prompt
+from spectrain.drafters.drafter import Drafter
+from spectrain.drafters.drafter_folder import load_drafter
+from spectrain.drafters.serving_config import drafter_digest
 from spectrain.errors import InputError
-from spectrain.evaluation.records import PromptResult
+from spectrain.evaluation.records import Conditions, PromptResult
 from spectrain.evaluation.suites import HELDOUT, load_suite
+from spectrain.files import digest_strings
+from spectrain.stages import capture
 from spectrain.stages.context import Context
 from spectrain.stages.run_report import Answer
+from spectrain.target.head import TargetHead
+from spectrain.training.simulated_acceptance import simulate_heldout
 
 _WARM_UP_TOKENS = 8
 
 
 class Decode(Protocol):
-    """Answers prompts together: their ids, the most tokens of each answer, the number of each random stream, whom to
-    tell of new tokens.
-    """
+    """Answers prompts together; the callable is told how many tokens are new."""
 
     def __call__(
-        self, prompts: list[list[int]], limits: list[int], streams: list[int], on_tokens: Callable[[int], None], /
+        self, prompts: list[Prompt], on_tokens: Callable[[int], None], /
     ) -> tuple[list[GenerationResult], LoopTiming]: ...
 
 
@@ -43,6 +57,89 @@ def max_new_tokens(context: Context) -> int:
     return context.config.suite.max_new_tokens or context.config.sampling.max_new_tokens
 
 
+@dataclass(frozen=True)
+class Method:
+    """Something to measure: "none" (no speculation), "ngram", or a drafter. ``policy``: the name of the rule for how
+    many drafts are verified.
+    """
+
+    name: str
+    is_drafter: bool = False
+    policy: str = FIXED
+
+
+def conditions(context: Context, method: Method, size: int, engine_version: str) -> Conditions:
+    """What a record says of the measurement of ``method`` with ``size`` conversations at a time."""
+    config = context.config
+    return Conditions(
+        target=context.target.id,
+        target_revision=context.target.revision,
+        drafter=str(context.measured_drafter) if method.is_drafter else None,
+        method=method.name,
+        engine=config.engine.name,
+        engine_version=engine_version,
+        suite=config.suite.name,
+        num_speculative_tokens=0 if method.name == "none" else config.decoding.num_speculative_tokens,
+        temperature=config.decoding.temperature,
+        top_p=config.decoding.top_p,
+        top_k=config.decoding.top_k,
+        proposal_policy=config.decoding.proposal_policy,
+        concurrency=size,
+        max_new_tokens=max_new_tokens(context),
+        draft_policy=method.policy,
+        draft_threshold=config.decoding.threshold if method.policy == THRESHOLD else None,
+    )
+
+
+def measured_inputs(context: Context) -> dict[str, Any]:
+    """Fixed inputs of every stage that runs the drafter on the suite."""
+    prompts = [conversation.prompt_digest() for conversation in suite_prompts(context)]
+    return {
+        **context.target_inputs(),
+        "drafter": drafter_digest(context.measured_drafter),
+        "prompts of the suite": digest_strings(prompts),
+        "suite.max_new_tokens": max_new_tokens(context),
+    }
+
+
+def load_measured_drafter(context: Context, device: torch.device) -> Drafter:
+    """The drafter that is measured, on ``device``, with the target's embedding and head."""
+    drafter = load_drafter(context.measured_drafter, context.spec.default_taps())
+    drafter.attach(TargetHead.from_checkpoint(context.target.folder, device=device))
+    return drafter.to(device)
+
+
+def simulate_same_prompts(
+    context: Context, conversations: Sequence[Conversation], drafter: Drafter
+) -> AcceptanceStats | None:
+    """What simulation predicts for the suite's prompts, on their stored texts; None unless those were sampled as they
+    are decoded now.
+    """
+    config = context.config
+    sampling = (config.decoding.temperature, config.decoding.top_p, config.decoding.top_k)
+    if context.prompts_or_none is None or not (context.data_dir.hidden_states / INDEX_NAME).is_file():
+        return None
+    sampled = (context.sampling.temperature, context.sampling.top_p, context.sampling.top_k)
+    if (sampling != sampled and (sampling[0] or sampled[0])) or max_new_tokens(
+        context
+    ) != config.sampling.max_new_tokens:
+        return None
+    store = capture.open_store(context, drafter.taps)
+    if store is None:
+        return None
+    number = {key: index for index, key in enumerate(store.keys)}
+    keys = [
+        response_key(conversation, context.sampling, context.target.id, context.target.revision)
+        for conversation in conversations
+    ]
+    if any(key not in number for key in keys):
+        return None
+    documents = [number[key] for key in keys]
+    return simulate_heldout(
+        drafter, store, documents, config.decoding, context.eos_ids, config.trainer.packed_length
+    ).stats
+
+
 def answer_all(
     context: Context, conversations: Sequence[Conversation], decode: Decode, size: int, name: str, servers: int = 1
 ) -> tuple[list[Answer], LoopTiming]:
@@ -53,9 +150,8 @@ def answer_all(
     next.
     """
     first_ids = context.template.first_prompt_ids(conversations[0])
-    decode(
-        [first_ids] * servers, [_WARM_UP_TOKENS] * servers, [0] * servers, lambda tokens: None
-    )  # memory and kernels, off the clock
+    warm_up = Prompt(first_ids, _WARM_UP_TOKENS, stream=0)
+    decode([warm_up] * servers, lambda tokens: None)  # memory and kernels, off the clock
     answers: list[Answer] = []
     total = LoopTiming()
     limit = sum(len(conversation.turns) for conversation in conversations) * max_new_tokens(context)
@@ -92,9 +188,9 @@ def _answer_group(
         if turn > 0:
             for row in rows:
                 ids[row] = ids[row] + context.template.next_prompt_ids(group[row], turn, ids[row])
-        limits = [answer_limit(context, group[row], ids[row]) for row in rows]
+        prompts = [Prompt(ids[row], answer_limit(context, group[row], ids[row]), stream=first + row) for row in rows]
         start_s = time.perf_counter()
-        results, timing = decode([ids[row] for row in rows], limits, [first + row for row in rows], on_tokens)
+        results, timing = decode(prompts, on_tokens)
         seconds += time.perf_counter() - start_s
         for name, value in vars(timing).items():
             setattr(total, name, getattr(total, name) + value)

@@ -3,7 +3,7 @@
 The suite's prompts (their first turns) are decoded greedily by vLLM, which is then stopped, and by our loop;
 ``evaluation/parity.py`` compares every round. What it found goes into the manifest, bound to the digest of the
 drafter's files, so that a drafter that was changed afterwards counts as unchecked. vLLM runs on this machine, whatever
-engine is configured: no server tells which ids it drafted.
+engine is configured: vLLM's servers do not report which ids they drafted.
 """
 
 from __future__ import annotations
@@ -20,25 +20,23 @@ from rich.text import Text
 
 from spectrain.console import ProgressBar, say, stdout
 from spectrain.decoding.acceptance import AcceptanceStats
-from spectrain.decoding.loop import speculative_generate
-from spectrain.decoding.sampling import GREEDY
+from spectrain.decoding.loop import DecodingSettings, Prompt, speculative_generate
 from spectrain.drafters.drafter import Drafter
-from spectrain.drafters.drafter_folder import load_drafter
 from spectrain.drafters.serving_config import drafter_digest, read_serving_config
 from spectrain.engines.vllm.args import check_own_args, vllm_version
 from spectrain.engines.vllm.open_vllm import open_vllm
 from spectrain.engines.vllm.requests import Request
 from spectrain.engines.vllm.rounds import answer_all, placed_rounds
 from spectrain.errors import RunError
-from spectrain.evaluation.diagnosis import explain
-from spectrain.evaluation.parity import Difference, ParityReport, Played, compare
+from spectrain.evaluation.diagnosis import diagnose
+from spectrain.evaluation.parity import DecodedPrompt, ParityReport, compare
+from spectrain.evaluation.records import STAGE_PREFIX
 from spectrain.evaluation.report.labels import share_text
-from spectrain.files import digest_strings
-from spectrain.stages.answer_suite import answer_limit, max_new_tokens, suite_prompts
+from spectrain.files import digest_strings, plain
+from spectrain.stages.answer_suite import answer_limit, load_measured_drafter, measured_inputs, suite_prompts
 from spectrain.stages.context import Context
 from spectrain.stages.run_dir import Decision, Inputs, RunDir
 from spectrain.target.cpu_kernels import speed_up
-from spectrain.target.head import TargetHead
 
 _LISTED = 20  # near-ties written down
 _RECORD = "parity"
@@ -49,7 +47,7 @@ def parity_record(run_dir: RunDir, folder: Path) -> dict[str, Any] | None:
     checked.
     """
     digest = drafter_digest(folder)
-    entries = [name for name in run_dir.manifest()["stages"] if name.startswith("eval/")]
+    entries = [name for name in run_dir.manifest()["stages"] if name.startswith(STAGE_PREFIX)]
     records = [
         record for name in entries if (record := run_dir.outputs(name).get(_RECORD)) and record["drafter"] == digest
     ]
@@ -66,11 +64,11 @@ def parity(context: Context) -> None:
         say(str(decision))
         return
     with context.run_dir.running(decision) as outputs:
-        theirs = _served(context)
+        theirs = _theirs(context)
         drafter = _drafter(context)
         num_drafts = context.config.decoding.num_speculative_tokens
-        report = compare(context.model, drafter, _own(context, drafter, theirs), theirs, num_drafts)
-        report = replace(report, hints=explain(context.model, drafter, report, theirs, num_drafts))
+        report = compare(context.model, drafter, _ours(context, drafter, theirs), theirs, num_drafts)
+        report = replace(report, hints=diagnose(context.model, drafter, report, theirs, num_drafts))
         outputs[_RECORD] = _record(context, report)
     stdout.print(parity_table(report))
     if not report.passed:
@@ -83,17 +81,12 @@ def parity(context: Context) -> None:
 def _decide(context: Context) -> Decision:
     config = context.config
     fixed = {
-        **context.target_inputs(),
-        "drafter": drafter_digest(context.measured_drafter),
-        "prompts of the suite": digest_strings(
-            [conversation.prompt_digest() for conversation in suite_prompts(context)]
-        ),
-        "suite.max_new_tokens": max_new_tokens(context),
+        **measured_inputs(context),
         "decoding.num_speculative_tokens": config.decoding.num_speculative_tokens,
         "vllm": vllm_version(),
         "engine": digest_strings(asdict(config.engine)),
     }
-    name = f"eval/{_RECORD}-n{config.decoding.num_speculative_tokens}"
+    name = f"{STAGE_PREFIX}{_RECORD}-n{config.decoding.num_speculative_tokens}"
     decision = context.run_dir.decide(name, Inputs(fixed, {}), whole=True)
     if decision.skip and not (context.run_dir.outputs(name).get(_RECORD) or {}).get("passed"):
         return replace(decision, action="start", reason="")  # it failed: whoever asks again has changed something
@@ -103,8 +96,8 @@ def _decide(context: Context) -> Decision:
 # --- both sides ----------------------------------------------------------------------------------------------------
 
 
-def _served(context: Context) -> list[Played]:
-    """What vLLM plays. It is stopped before the target is loaded here: a device may not have room for both."""
+def _theirs(context: Context) -> list[DecodedPrompt]:
+    """What vLLM decodes. It is stopped before the target is loaded here: a device may not have room for both."""
     config = context.config
     prompts = [
         (conversation, context.template.first_prompt_ids(conversation)) for conversation in suite_prompts(context)
@@ -125,44 +118,36 @@ def _served(context: Context) -> list[Played]:
     finally:
         client.close()
     return [
-        Played(request.prompt_ids, answer.ids, placed_rounds(len(request.prompt_ids), answer))
+        DecodedPrompt(request.prompt_ids, answer.ids, placed_rounds(len(request.prompt_ids), answer))
         for request, answer in zip(requests, answers, strict=True)
     ]
 
 
 def _drafter(context: Context) -> Drafter:
     """The drafter as vLLM computes it: in 16 bits, where the target is."""
-    drafter = load_drafter(context.measured_drafter, context.spec.default_taps())
-    drafter.attach(TargetHead.from_checkpoint(context.target.folder, device=context.model.device)).to(
-        context.model.device
-    )
+    drafter = load_measured_drafter(context, context.model.device)
     if context.model.dtype in (torch.bfloat16, torch.float16):
         drafter.to(context.model.dtype)
     speed_up(drafter)
     return drafter
 
 
-def _own(context: Context, drafter: Drafter, theirs: list[Played]) -> list[Played]:
-    """What our loop plays on the same prompts."""
-    prompts = [played.prompt for played in theirs]
-    limits = [
-        answer_limit(context, conversation, prompt)
-        for conversation, prompt in zip(suite_prompts(context), prompts, strict=True)
+def _ours(context: Context, drafter: Drafter, theirs: list[DecodedPrompt]) -> list[DecodedPrompt]:
+    """What our loop decodes from the same prompts."""
+    prompts = [
+        Prompt(decoded.prompt, answer_limit(context, conversation, decoded.prompt))
+        for conversation, decoded in zip(suite_prompts(context), theirs, strict=True)
     ]
-    with ProgressBar("parity loop", total=sum(limits), unit="tokens") as bar:
-        generation = speculative_generate(
-            context.model,
-            drafter,
-            prompts,
-            limits,
-            context.config.decoding.num_speculative_tokens,
-            GREEDY,
-            context.eos_ids,
-            batch_size=max(context.config.suite.concurrency, context.config.engine.batch_size),
-            on_tokens=bar.advance,
-        )
+    settings = DecodingSettings(
+        num_speculative_tokens=context.config.decoding.num_speculative_tokens,
+        eos_ids=context.eos_ids,
+        batch_size=max(context.config.suite.concurrency, context.config.engine.batch_size),
+    )
+    with ProgressBar("parity loop", total=sum(prompt.max_new_tokens for prompt in prompts), unit="tokens") as bar:
+        results = speculative_generate(context.model, drafter, prompts, settings, bar.advance).results
     return [
-        Played(prompt, result.ids, result.rounds) for prompt, result in zip(prompts, generation.results, strict=True)
+        DecodedPrompt(decoded.prompt, result.ids, result.rounds)
+        for decoded, result in zip(theirs, results, strict=True)
     ]
 
 
@@ -170,7 +155,7 @@ def _own(context: Context, drafter: Drafter, theirs: list[Played]) -> list[Playe
 
 
 def _record(context: Context, report: ParityReport) -> dict[str, Any]:
-    return {
+    record = {
         "drafter": drafter_digest(context.measured_drafter),
         "passed": report.passed,
         "vllm": vllm_version(),
@@ -183,15 +168,11 @@ def _record(context: Context, report: ParityReport) -> dict[str, Any]:
             "loop": report.ours.acceptance_per_position,
             "vllm": report.theirs.acceptance_per_position,
         },
-        "listed_near_ties": [_difference(tie) for tie in report.ties[:_LISTED]],
-        "first_difference": _difference(report.different[0]) if report.different else None,
-        "hints": list(report.hints),
+        "listed_near_ties": [asdict(tie) for tie in report.ties[:_LISTED]],
+        "first_difference": asdict(report.different[0]) if report.different else None,
+        "hints": report.hints,
     }
-
-
-def _difference(difference: Difference) -> dict[str, Any]:
-    finite = difference.gap != float("inf")  # JSON has no infinity
-    return {**asdict(difference), "gap": difference.gap if finite else None}
+    return plain(record)
 
 
 def parity_table(report: ParityReport) -> RenderableType:

@@ -1,7 +1,7 @@
 """``spectrain inspect responses``: print responses with their supervised tokens marked, the quickest way to see that a
 loss mask is right.
 
-With colour, supervised text is green and context grey; without (a pipe, a log, NO_COLOR) supervised spans stand in
+With colour, supervised text is green and context grey; without (a pipe, a log, NO_COLOR) supervised spans are in
 brackets.
 """
 

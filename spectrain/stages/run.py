@@ -9,5 +9,5 @@ from spectrain.stages.fit import fit
 
 def run(context: Context) -> float | None:
     """Generate, capture, fit and evaluate. Returns the acceptance length that the loop measured."""
-    fit(context)  # brings responses and states up to date first
+    fit(context)  # brings responses and hidden states up to date first
     return evaluate(context)

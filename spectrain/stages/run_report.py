@@ -1,4 +1,4 @@
-"""What ``report.html`` says about a run: gathers figures, curves, examples and facts for ``evaluation/report.py``."""
+"""What ``report.html`` says about a run: gathers figures, curves, examples and facts for ``evaluation/report/``."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def _data_facts(context: Context) -> list[Fact]:
             )
         )
     if captured:
-        facts.append(("states", f"{captured['tokens']:,} tokens, {captured['bytes'] / 1e6:,.0f} MB"))
+        facts.append(("hidden states", f"{captured['tokens']:,} tokens, {captured['bytes'] / 1e6:,.0f} MB"))
     return facts
 
 

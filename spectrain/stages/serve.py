@@ -23,7 +23,7 @@ from spectrain.drafters.serving_config import ServingConfig, drafter_digest, rea
 from spectrain.engines.vllm import args as vllm_options
 from spectrain.errors import ConfigError, InputError, RunError
 from spectrain.evaluation.recommend import Recommendation, recommend
-from spectrain.evaluation.records import EvaluationRecord, read_record
+from spectrain.evaluation.records import STAGE_PREFIX, EvaluationRecord, read_record
 from spectrain.stages.run_dir import RunDir
 
 # Arguments that spectrain sets for its own runs. A server keeps vLLM's: the target's whole context, and its own
@@ -230,7 +230,9 @@ def measured_records(config: SpectrainConfig, drafter: ServingConfig, keys: set[
     run_dir = RunDir(config.run.dir if "run.dir" in keys else folder.parent)
     stages = run_dir.manifest()["stages"]
     entries = [
-        entry for name, entry in stages.items() if name.startswith("eval/") and "record" in entry.get("outputs", {})
+        entry
+        for name, entry in stages.items()
+        if name.startswith(STAGE_PREFIX) and "record" in entry.get("outputs", {})
     ]
     if not entries or not folder.is_dir():
         return []

@@ -1,5 +1,5 @@
 """Calibration of a finished drafter's confidence head, on all held-out documents: once, with the weights that will be
-served.
+used.
 
 Evaluations during training simulate a few documents; temperatures fitted on so few would be worse than none on the
 others.

@@ -1,4 +1,6 @@
-"""Evaluation during training: the server's acceptance length, by simulation, on held-out documents."""
+"""Evaluation during training: simulated acceptance on held-out documents, the acceptance length that decoding and
+vLLM will measure (``decoding/simulate.py`` says why), without decoding.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from spectrain.config.schema import DecodingConfig
 from spectrain.data.hidden_states import StoredHiddenStates
@@ -27,8 +30,8 @@ from spectrain.drafters.drafter import Advance, Drafter, DraftScores
 
 @dataclass(frozen=True)
 class SimulatedAcceptance:
-    """``stats`` for the configured number of draft tokens; ``length_by_n[n - 1]`` is the acceptance length with n, in
-    expectation.
+    """``stats`` and ``rounds`` (of each document) for the configured number of draft tokens; ``length_by_n[n - 1]`` is
+    the acceptance length with n, in expectation.
 
     ``confidence``: what a confidence head said in the rounds of the simulation and what became of it; None without such
     a head.
@@ -36,12 +39,12 @@ class SimulatedAcceptance:
 
     stats: AcceptanceStats
     length_by_n: list[float]
-    rounds: list[list[Round]]  # per document
+    rounds: list[list[Round]]
     confidence: ConfidenceSamples | None = None
 
 
-def serving_sampling(config: DecodingConfig) -> tuple[SamplingParams, SamplingParams]:
-    """(the target's sampling distribution, the distribution drafts are made by)."""
+def decoding_sampling(config: DecodingConfig) -> tuple[SamplingParams, SamplingParams]:
+    """(the target's sampling, that of drafts): drafts are drawn as the target samples, or greedy (argmax)."""
     sampling = SamplingParams(config.temperature, config.top_p, config.top_k)
     return sampling, sampling if config.proposal_policy == "sample" and not sampling.greedy else SamplingParams()
 
@@ -56,18 +59,18 @@ def simulate_heldout(
     most_tokens: int | None = None,
     advance: Advance = lambda documents: None,
 ) -> SimulatedAcceptance:
-    """Simulation ``documents`` of the store with ``config.num_speculative_tokens`` drafts a round, and all lengths up
-    to ``most_tokens``.
+    """Simulate ``documents`` of the store with ``config.num_speculative_tokens`` drafts a round, and all lengths up to
+    ``most_tokens``.
 
     A drafter whose drafts depend on how many are asked for (``length_matters``) is scored once for every length, as it
-    would be served; where ``most_tokens`` is not given, only for the configured one, and ``length_by_n`` is empty.
-    Scores come from one teacher-forced pass a document; random choices at temperature > 0 are drawn from (seed,
+    would be decoded with; where ``most_tokens`` is not given, only for the configured one, and ``length_by_n`` is
+    empty. Scores come from one teacher-forced pass a document; random choices at temperature > 0 are drawn from (seed,
     document), so the figure does not depend on batching. ``advance`` is told about every document, in parts where it is
     scored more than once.
     """
     n = config.num_speculative_tokens
     most = max(n, most_tokens or n)
-    sampling, draft_sampling = serving_sampling(config)
+    sampling, draft_sampling = decoding_sampling(config)
     device = next(drafter.parameters()).device
     shown = n if drafter.length_matters else most  # the length whose scores the rounds come from
     lengths = range(1, most + 1) if drafter.length_matters and most_tokens is not None else (shown,)
@@ -87,15 +90,10 @@ def simulate_heldout(
             rng = None if sampling.greedy or draft_sampling.greedy else np.random.default_rng((config.seed, number))
             rounds.append([r for span in own for r in simulate(span, n, rng)])
             spans[shown] += own
-        if scores.confidence_RK is not None:
-            said = document_spans(batch, DraftScores(scores.anchor_R, scores.confidence_RK), eos_ids)
-            for number, own, heard in zip(group, document_spans(batch, scores, eos_ids), said, strict=True):
-                # A stream of its own: the figures of the simulation do not depend on whether there is a confidence
-                # head.
+            if scores.confidence_RK is not None:
+                # A stream of its own: the simulation's figures do not depend on whether there is a confidence head.
                 rng = np.random.default_rng((config.seed, number, 1))
-                confidence += [
-                    simulated_samples(span, words.accept, n, rng) for span, words in zip(own, heard, strict=True)
-                ]
+                confidence += [simulated_samples(span, n, rng) for span in own]
     if drafter.length_matters:
         by_n = [
             expected_acceptance(spans[length], length).acceptance_length
@@ -109,17 +107,29 @@ def simulate_heldout(
 
 def document_spans(batch: PackedBatch, scores: DraftScores, eos_ids: Sequence[int]) -> list[list[Span]]:
     """Cut the scores of a packed batch into the answers of each document."""
-    accept_TK = torch.zeros(batch.num_tokens, scores.accept_RK.shape[1])
-    accept_TK[scores.anchor_R.cpu()] = scores.accept_RK.float().cpu()
+    accept_TK = _by_position(scores.anchor_R, scores.accept_RK, batch.num_tokens)
+    confidence_TK = None
+    if scores.confidence_RK is not None:
+        confidence_TK = _by_position(scores.anchor_R, scores.confidence_RK, batch.num_tokens)
     result, offset = [], 0
     for length in batch.lengths():
-        part = slice(offset, offset + length)
-        ids, mask, accept = batch.input_ids_T[part].numpy(), batch.loss_mask_T[part].numpy(), accept_TK[part].numpy()
-        result.append(
-            [Span(start, accept[start:end], int(ids[end - 1]) in eos_ids) for start, end in supervised_spans(mask)]
-        )
+        document = slice(offset, offset + length)
+        ids, mask = batch.input_ids_T[document].numpy(), batch.loss_mask_T[document].numpy()
+        spans = []
+        for start, end in supervised_spans(mask):
+            answer = slice(offset + start, offset + end)
+            said = None if confidence_TK is None else confidence_TK[answer]
+            spans.append(Span(start, accept_TK[answer], int(ids[end - 1]) in eos_ids, said))
+        result.append(spans)
         offset += length
     return result
+
+
+def _by_position(anchor_R: Tensor, values_RK: Tensor, num_tokens: int) -> np.ndarray:
+    """[num_tokens, K] of values that belong to anchors; 0 where a position is none."""
+    values_TK = torch.zeros(num_tokens, values_RK.shape[1])
+    values_TK[anchor_R.cpu()] = values_RK.float().cpu()
+    return values_TK.numpy()
 
 
 def _groups(documents: Sequence[int], store: StoredHiddenStates, packed_length: int) -> list[list[int]]:

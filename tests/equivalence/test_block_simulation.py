@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from decoders import prompts_of
 from drafter_tools import MemoryStore, as_dtype, fit, trainer_config
 from scipy.stats import chi2
 from small_targets import capture, random_target
@@ -23,7 +24,7 @@ from spectrain.config.schema import DecodingConfig
 from spectrain.data.hidden_states import TargetStates
 from spectrain.data.packing import pack_batch
 from spectrain.data.vocab import build_vocab
-from spectrain.decoding.loop import GenerationResult, speculative_generate
+from spectrain.decoding.loop import DecodingSettings, GenerationResult, speculative_generate
 from spectrain.decoding.proposers import Observation
 from spectrain.decoding.sampling import GREEDY, SamplingParams, truncated_log_probs
 from spectrain.drafters.block.block_drafter import BlockDrafter
@@ -66,7 +67,8 @@ def prompts(count: int, seed: int) -> list[list[int]]:
 def plain(
     target: TargetModel, texts: list[list[int]], length: int, sampling: SamplingParams, seed: int = 0
 ) -> list[GenerationResult]:
-    return speculative_generate(target, None, texts, length, 0, sampling, eos_ids=(EOS,), seed=seed).results
+    settings = DecodingSettings(sampling=sampling, eos_ids=(EOS,), seed=seed)
+    return speculative_generate(target, None, prompts_of(texts, length), settings).results
 
 
 def captured(target: TargetModel, texts: list[list[int]], results: list[GenerationResult]) -> list[TargetStates]:
@@ -120,9 +122,8 @@ def test_greedy_rounds_are_the_loops_one_by_one(setting: Setting) -> None:
     texts = prompts(24, seed=2)
     expected = [r.ids for r in plain(setting.target, texts, 26, GREEDY)]
     for n in (1, setting.most - 1, setting.most):
-        results = speculative_generate(
-            setting.target, setting.drafter, texts, 26, n, GREEDY, eos_ids=(EOS,), batch_size=16
-        ).results
+        settings = DecodingSettings(n, eos_ids=(EOS,), batch_size=16)
+        results = speculative_generate(setting.target, setting.drafter, prompts_of(texts, 26), settings).results
         assert [r.ids for r in results] == expected
         found = simulated(setting, captured(setting.target, texts, results), DecodingConfig(num_speculative_tokens=n))
         assert counted(found.rounds) == counted([r.rounds for r in results])
@@ -190,7 +191,7 @@ def test_a_slot_stands_with_one_minus_the_distance_of_the_distributions(
 def target_probs(
     setting: Setting, document: TargetStates, sampling: SamplingParams, before_last: int = 0
 ) -> torch.Tensor:
-    """[V]: the target's distribution behind a document without its last tokens."""
+    """[V]: the target's distribution of the token after a document without its last tokens."""
     return truncated_log_probs(setting.target.logits(document.last_hidden[-1 - before_last]).double(), sampling).exp()
 
 
@@ -199,17 +200,8 @@ def test_sampled_drafts_keep_the_targets_distribution(setting: Setting) -> None:
     distribution at temperature 1.
     """
     prompt, count = [4, 9, 2], 3000
-    results = speculative_generate(
-        setting.target,
-        setting.drafter,
-        [prompt] * count,
-        4,
-        setting.most,
-        HOT,
-        seed=3,
-        draft_sampling=HOT,
-        batch_size=count,
-    ).results
+    settings = DecodingSettings(setting.most, HOT, draft_sampling=HOT, seed=3, batch_size=count)
+    results = speculative_generate(setting.target, setting.drafter, prompts_of([prompt] * count, 4), settings).results
     first = [r.ids[0] for r in results]
     common = max(set(first), key=first.count)
     rows = [r.ids for r in results if r.ids[0] == common]

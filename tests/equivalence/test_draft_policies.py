@@ -9,20 +9,20 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
-from decoders import BigramProposer, float64_target
+from decoders import BigramProposer, float64_target, prompts_of
 from test_sampled_loop import EOS, PROMPT, VOCAB, answer_probabilities, goodness_of_fit
 
 from spectrain.config.drafter_schema import BlockConfig, DrafterConfig
 from spectrain.data.vocab import full_vocab
 from spectrain.decoding.confidence import survival
 from spectrain.decoding.draft_policy import ThresholdPolicy
-from spectrain.decoding.loop import speculative_generate
+from spectrain.decoding.loop import DecodingSettings, Prompt, speculative_generate
 from spectrain.decoding.sampling import GREEDY, SamplingParams
 from spectrain.decoding.scheduler import SchedulerPolicy, StepCost, schedule
 from spectrain.drafters.build import build_drafter
 from spectrain.target.head import TargetHead
 
-LAW, N, LENGTH, SAMPLES = SamplingParams(1.0), 2, 3, 4000
+HOT, N, LENGTH, SAMPLES = SamplingParams(1.0), 2, 3, 4000
 COST = StepCost(verify=((1, 1.0), (40, 1.5), (400, 10.0)))
 CONFIDENCE = (0.95, 0.3, 0.85, 0.5, 0.7, 0.15)  # by token
 
@@ -93,28 +93,17 @@ POLICIES = {
 
 
 def p_value(target, proposer, policy, batch_size, draft_sampling):
-    generation = speculative_generate(
-        target,
-        proposer,
-        [PROMPT] * SAMPLES,
-        LENGTH,
-        N,
-        LAW,
-        (EOS,),
-        seed=1,
-        draft_sampling=draft_sampling,
-        policy=policy,
-        batch_size=batch_size,
-    )
+    settings = DecodingSettings(N, HOT, draft_sampling, policy, eos_ids=(EOS,), seed=1, batch_size=batch_size)
+    generation = speculative_generate(target, proposer, prompts_of([PROMPT] * SAMPLES, LENGTH), settings)
     rounds = [round_ for result in generation.results for round_ in result.rounds]
     used = Counter(round_.drafted for round_ in rounds)
     assert len(used) > 1, used  # a policy that never decides anything proves nothing
     return goodness_of_fit(
-        Counter(tuple(r.ids) for r in generation.results), answer_probabilities(target, LAW, LENGTH), SAMPLES
+        Counter(tuple(r.ids) for r in generation.results), answer_probabilities(target, HOT, LENGTH), SAMPLES
     )
 
 
-@pytest.mark.parametrize("draft_sampling", [LAW, GREEDY], ids=["drawn", "argmax"])
+@pytest.mark.parametrize("draft_sampling", [HOT, GREEDY], ids=["drawn", "argmax"])
 @pytest.mark.parametrize("name", POLICIES)
 def test_distribution_of_answers_is_the_targets(target, name, draft_sampling):
     policy, batch_size = POLICIES[name]
@@ -123,8 +112,8 @@ def test_distribution_of_answers_is_the_targets(target, name, draft_sampling):
 
 @pytest.fixture(scope="module", params=["vanilla", "rnn"])
 def dspark(request, target, folder):
-    """A DSpark drafter with weights large enough that its distributions and its confidences differ from place
-    to place.
+    """A DSpark drafter with weights large enough that its distributions and its confidences differ from position to
+    position.
     """
     block = BlockConfig(block_size=N, markov=request.param, markov_rank=4, mask_token_id=0)
     config = DrafterConfig("dspark", taps=(0, 1), block=block, init="random")
@@ -139,17 +128,17 @@ def dspark(request, target, folder):
 @pytest.mark.parametrize("name", ["threshold", "scheduler"])
 def test_distribution_of_answers_is_the_targets_with_a_confidence_head(target, dspark, name):
     policy, batch_size = POLICIES[name]
-    assert p_value(target, dspark, policy, batch_size, LAW) > 1e-3
+    assert p_value(target, dspark, policy, batch_size, HOT) > 1e-3
 
 
 def test_a_confidence_that_knows_the_draft_would_change_the_distribution(target):
-    assert p_value(target, ConfidentProposer(peeks=True), ThresholdPolicy(0.5), None, LAW) < 1e-6
+    assert p_value(target, ConfidentProposer(peeks=True), ThresholdPolicy(0.5), None, HOT) < 1e-6
 
 
 def test_looking_past_the_first_fall_would_change_the_distribution(target):
-    # With one draft a round is slower than with none; with two it is faster than with none if the second is likely of
-    # being accepted.
-    assert p_value(target, ConfidentProposer(), LooksAhead((1.0, 0.4, 0.55)), None, LAW) < 1e-6
+    # With one draft a round is slower than with none; with two it is faster than with none if the second is likely to
+    # be accepted.
+    assert p_value(target, ConfidentProposer(), LooksAhead((1.0, 0.4, 0.55)), None, HOT) < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -158,11 +147,10 @@ def test_looking_past_the_first_fall_would_change_the_distribution(target):
     ids=["threshold", "scheduler"],
 )
 def test_greedy_answers_are_plain_greedy_answers(target, policy):
-    prompts = [list(prompt) for prompt in itertools.islice(itertools.product(range(VOCAB), repeat=3), 7, 60, 5)]
-    plain = speculative_generate(target, None, prompts, 12, 0, GREEDY, (EOS,))
-    drafted = speculative_generate(
-        target, ConfidentProposer(), prompts, 12, 4, GREEDY, (EOS,), policy=policy, batch_size=4
-    )
+    prompts = prompts_of(itertools.islice(itertools.product(range(VOCAB), repeat=3), 7, 60, 5), 12)
+    plain = speculative_generate(target, None, prompts, DecodingSettings(eos_ids=(EOS,)))
+    settings = DecodingSettings(4, policy=policy, eos_ids=(EOS,), batch_size=4)
+    drafted = speculative_generate(target, ConfidentProposer(), prompts, settings)
     assert [r.ids for r in drafted.results] == [r.ids for r in plain.results]
     lengths = Counter(round_.drafted for result in drafted.results for round_ in result.rounds)
     assert len(lengths) > 1
@@ -170,9 +158,8 @@ def test_greedy_answers_are_plain_greedy_answers(target, policy):
 
 def test_rounds_carry_the_confidence_of_what_was_verified(target):
     """The threshold can be checked after the fact, from the text and the rounds alone."""
-    result = speculative_generate(
-        target, ConfidentProposer(), [PROMPT], 40, 4, GREEDY, policy=ThresholdPolicy(0.4)
-    ).results[0]
+    settings = DecodingSettings(4, policy=ThresholdPolicy(0.4))
+    result = speculative_generate(target, ConfidentProposer(), [Prompt(PROMPT, 40)], settings).results[0]
     text = PROMPT + result.ids
     for round_ in result.rounds:
         before = [text[round_.anchor], *round_.drafts]
@@ -184,7 +171,6 @@ def test_rounds_carry_the_confidence_of_what_was_verified(target):
 
 
 def test_a_proposer_without_confidence_is_refused(target):
+    proposer, settings = BigramProposer(torch.zeros(VOCAB, VOCAB)), DecodingSettings(2, policy=ThresholdPolicy(0.5))
     with pytest.raises(ValueError, match="confidence"):
-        speculative_generate(
-            target, BigramProposer(torch.zeros(VOCAB, VOCAB)), [PROMPT], 4, 2, GREEDY, policy=ThresholdPolicy(0.5)
-        )
+        speculative_generate(target, proposer, [Prompt(PROMPT, 4)], settings)

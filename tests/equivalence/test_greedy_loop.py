@@ -4,13 +4,13 @@ beforehand.
 
 import pytest
 import torch
-from decoders import BigramProposer, PrefixProposer, float64_target, full_forward, prefix_hash
+from decoders import BigramProposer, PrefixProposer, float64_target, full_forward, prefix_hash, prompts_of
 from tiny import VOCAB_SIZE
 
 from spectrain.decoding.acceptance import Round
-from spectrain.decoding.loop import speculative_generate
+from spectrain.decoding.loop import DecodingSettings, Prompt, speculative_generate
 from spectrain.decoding.proposers import NGramProposer
-from spectrain.decoding.sampling import GREEDY, SamplingParams
+from spectrain.decoding.sampling import SamplingParams
 from spectrain.decoding.simulate import Span, simulate
 
 FAMILIES = [
@@ -90,8 +90,9 @@ def test_output_is_plain_greedy_output(setting, name, batch_size):
     assert {answer[-1] == eos for answer in expected} == {True, False}  # both ways to finish occur
     proposer = proposer_named(name, answers)
     reported = []
+    settings = DecodingSettings(N, eos_ids=(eos,), batch_size=batch_size)
     generation = speculative_generate(
-        target, proposer, PROMPTS, MAX_NEW_TOKENS, N, GREEDY, (eos,), batch_size=batch_size, on_tokens=reported.append
+        target, proposer, prompts_of(PROMPTS, MAX_NEW_TOKENS), settings, on_tokens=reported.append
     )
     assert [result.ids for result in generation.results] == expected
     assert [result.finish_reason for result in generation.results] == [
@@ -115,13 +116,18 @@ def check_bookkeeping(prompt, result):
     assert last <= position <= last + 1
 
 
+def decoded(target, proposer, eos, **settings):
+    prompts = prompts_of(PROMPTS, MAX_NEW_TOKENS)
+    return speculative_generate(target, proposer, prompts, DecodingSettings(N, eos_ids=(eos,), **settings)).results
+
+
 @pytest.mark.parametrize("name", ["noise", "oracle", "perfect"])
 def test_accepted_counts_are_the_simulation_round_by_round(setting, name):
     target, answers, eos = setting
     proposer = proposer_named(name, answers)
-    generation = speculative_generate(target, proposer, PROMPTS, MAX_NEW_TOKENS, N, GREEDY, (eos,))
+    results = decoded(target, proposer, eos)
     cuts = 0
-    for prompt, result in zip(PROMPTS, generation.results, strict=True):
+    for prompt, result in zip(PROMPTS, results, strict=True):
         text, start = prompt + result.ids, len(prompt)
         accept = torch.zeros(len(result.ids), N, dtype=torch.bool)
         for i in range(len(result.ids)):
@@ -137,7 +143,7 @@ def test_the_proposer_sees_the_taps_of_the_text(setting):
     """Everything observed, prefill and rounds together, is one pass over the answer without any cache."""
     target, answers, eos = setting
     proposer = proposer_named("oracle", answers)
-    results = speculative_generate(target, proposer, PROMPTS, MAX_NEW_TOKENS, N, GREEDY, (eos,)).results
+    results = decoded(target, proposer, eos)
     observed = {
         tuple(ids[: len(prompt)]): (ids, taps)
         for prompt in PROMPTS
@@ -161,16 +167,15 @@ def test_drawn_drafts_do_not_change_greedy_output(setting):
     proposer = BigramProposer(
         torch.randn(target.spec.vocab_size, target.spec.vocab_size, generator=torch.Generator().manual_seed(0))
     )
-    results = speculative_generate(
-        target, proposer, PROMPTS, MAX_NEW_TOKENS, N, GREEDY, (eos,), draft_sampling=SamplingParams(1.0)
-    ).results
+    results = decoded(target, proposer, eos, draft_sampling=SamplingParams(1.0))
     assert [result.ids for result in results] == [ended(answer, eos) for answer in answers]
 
 
 def test_limits_per_prompt_and_one_token_answers(setting):
     target, answers, _ = setting
     limits = [1, 2, 7, 3, 20]
-    results = speculative_generate(target, proposer_named("oracle", answers), PROMPTS, limits, N, GREEDY).results
+    prompts = [Prompt(prompt, limit) for prompt, limit in zip(PROMPTS, limits, strict=True)]
+    results = speculative_generate(target, proposer_named("oracle", answers), prompts, DecodingSettings(N)).results
     assert [result.ids for result in results] == [answer[:limit] for answer, limit in zip(answers, limits, strict=True)]
     assert results[0].rounds == []
     assert {result.finish_reason for result in results} == {"length"}
@@ -179,7 +184,8 @@ def test_limits_per_prompt_and_one_token_answers(setting):
 def test_first_token_may_end_the_answer(setting):
     target, answers, _ = setting
     first = answers[1][0]
-    result = speculative_generate(target, NGramProposer(), [PROMPTS[1]], 9, N, GREEDY, (first,)).results[0]
+    settings = DecodingSettings(N, eos_ids=(first,))
+    result = speculative_generate(target, NGramProposer(), [Prompt(PROMPTS[1], 9)], settings).results[0]
     assert (result.ids, result.rounds, result.finish_reason) == ([first], [], "stop")
 
 
@@ -189,7 +195,7 @@ def test_rounds_at_the_end_of_a_text(setting):
     prompt, answer, perfect = PROMPTS[0], answers[0], proposer_named("perfect", answers)
     start = len(prompt)
     rounds = {
-        limit: speculative_generate(target, perfect, [prompt], limit, 3, GREEDY).results[0].rounds
+        limit: speculative_generate(target, perfect, [Prompt(prompt, limit)], DecodingSettings(3)).results[0].rounds
         for limit in (4, 5, 6)
     }
     assert rounds[4] == [Round(start, 3, 3)]  # all three were accepted and are text; the bonus is not
@@ -197,13 +203,17 @@ def test_rounds_at_the_end_of_a_text(setting):
     assert rounds[6] == [Round(start, 3, 3), Round(start + 4, 3, 1, cut=True)]
     position = next(i for i in range(1, MAX_NEW_TOKENS) if answer[i] not in answer[:i])
     assert position <= 8
-    stopped = speculative_generate(target, perfect, [prompt], 99, 8, GREEDY, (answer[position],)).results[0]
+    settings = DecodingSettings(8, eos_ids=(answer[position],))
+    stopped = speculative_generate(target, perfect, [Prompt(prompt, 99)], settings).results[0]
     assert stopped.ids == answer[: position + 1]
     assert stopped.rounds == [Round(start, 8, position)]  # an end token completes its round, it does not cut it
 
 
 def test_no_prompts_is_no_work(setting):
-    target = setting[0]
-    assert speculative_generate(target, NGramProposer(), [], 5, N, GREEDY).results == []
+    assert speculative_generate(setting[0], NGramProposer(), [], DecodingSettings(N)).results == []
+
+
+@pytest.mark.parametrize(("ids", "limit"), [([], 5), ([1], 0)])
+def test_a_prompt_needs_a_token_and_room_for_another(ids, limit):
     with pytest.raises(ValueError, match="at least one token"):
-        speculative_generate(target, None, [[]], 5, N, GREEDY)
+        Prompt(ids, limit)

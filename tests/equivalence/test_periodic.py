@@ -16,8 +16,7 @@ from spectrain.config.drafter_schema import BlockConfig, DrafterConfig, LossConf
 from spectrain.data.packing import pack_batch
 from spectrain.data.vocab import build_vocab
 from spectrain.decoding.acceptance import acceptance
-from spectrain.decoding.loop import speculative_generate
-from spectrain.decoding.sampling import GREEDY
+from spectrain.decoding.loop import DecodingSettings, Prompt, speculative_generate
 from spectrain.drafters.build import build_drafter
 from spectrain.drafters.drafter_folder import load_drafter
 from spectrain.target.head import TargetHead
@@ -34,7 +33,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> tuple[TargetModel, Path]
 
 
 def answers(target: TargetModel, prompts: list[list[int]]) -> list[list[int]]:
-    return [result.ids for result in speculative_generate(target, None, prompts, ANSWER, 0, GREEDY).results]
+    texts = [Prompt(prompt, ANSWER) for prompt in prompts]
+    return [result.ids for result in speculative_generate(target, None, texts, DecodingSettings()).results]
 
 
 def test_the_target_speaks_in_periods(target: tuple[TargetModel, Path]) -> None:
@@ -140,6 +140,6 @@ def test_a_drafter_learns_it_and_the_loop_accepts_it(
 
     served = load_drafter(tmp_path / "drafter").attach(head)
     fresh = [periodic_text(m, phase, 12) for m, phase in STARTS]
-    generation = speculative_generate(model, served, fresh, ANSWER, N, GREEDY)
+    generation = speculative_generate(model, served, [Prompt(ids, ANSWER) for ids in fresh], DecodingSettings(N))
     assert acceptance([r.rounds for r in generation.results]).acceptance_rate >= 0.95
     assert [r.ids for r in generation.results] == answers(model, fresh)

@@ -7,20 +7,21 @@ computed exactly.
 
 import math
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from decoders import BigramProposer, PrefixProposer, float64_target, full_forward, prefix_hash
+from decoders import BigramProposer, PrefixProposer, float64_target, full_forward, prefix_hash, prompts_of
 from scipy import stats
 
-from spectrain.decoding.loop import speculative_generate
+from spectrain.decoding.loop import DecodingSettings, Prompt, speculative_generate
 from spectrain.decoding.proposers import NGramProposer
 from spectrain.decoding.sampling import GREEDY, SamplingParams, truncated_log_probs
 from spectrain.decoding.simulate import Span, acceptance_probability, expected_acceptance, simulate
 
 VOCAB, PROMPT, EOS = 6, [3, 1, 3], 5
-LAWS = [SamplingParams(1.0), SamplingParams(0.8, top_p=0.85), SamplingParams(1.5, top_k=4)]
+SAMPLINGS = [SamplingParams(1.0), SamplingParams(0.8, top_p=0.85), SamplingParams(1.5, top_k=4)]
 DRAFTING = ["none", "drawn", "argmax", "n-gram", "ragged"]
 
 
@@ -70,18 +71,21 @@ def drafting(name, sampling):
     return (None, GREEDY) if name == "none" else (ragged, GREEDY)
 
 
-@pytest.mark.parametrize("sampling", LAWS, ids=str)
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 @pytest.mark.parametrize("name", DRAFTING)
 def test_distribution_of_answers_is_the_targets(target, sampling, name):
     samples, length = 4000, 3
     proposer, draft_sampling = drafting(name, sampling)
-    generation = speculative_generate(
-        target, proposer, [PROMPT] * samples, length, 2, sampling, (EOS,), seed=1, draft_sampling=draft_sampling
-    )
+    settings = DecodingSettings(2, sampling, draft_sampling, eos_ids=(EOS,), seed=1)
+    results = answers_to_prompt(target, proposer, samples, length, settings)
     expected = answer_probabilities(target, sampling, length)
-    counts = Counter(tuple(result.ids) for result in generation.results)
+    counts = Counter(tuple(result.ids) for result in results)
     assert counts.keys() <= expected.keys()  # nothing that truncation forbids
     assert goodness_of_fit(counts, expected, samples) > 1e-3
+
+
+def answers_to_prompt(target, proposer, samples, length, settings):
+    return speculative_generate(target, proposer, prompts_of([PROMPT] * samples, length), settings).results
 
 
 def goodness_of_fit(counts, expected, samples):
@@ -95,14 +99,12 @@ def goodness_of_fit(counts, expected, samples):
     return stats.chisquare(observed, np.array(wanted) * (samples / sum(wanted))).pvalue
 
 
-@pytest.mark.parametrize("sampling", LAWS, ids=str)
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 @pytest.mark.parametrize("name", ["drawn", "argmax"])
 def test_first_draft_is_accepted_with_chance_one_minus_tv(target, sampling, name):
     """Over all first anchors: a round at anchor x accepts its first draft with chance Σ min(p(·|x), q(·|prompt, x))."""
     proposer, draft_sampling = drafting(name, sampling)
-    results = speculative_generate(
-        target, proposer, [PROMPT] * 6000, 4, 2, sampling, seed=2, draft_sampling=draft_sampling
-    ).results
+    results = answers_to_prompt(target, proposer, 6000, 4, DecodingSettings(2, sampling, draft_sampling, seed=2))
     draft_table = truncated_log_probs(proposer.logits_VV, draft_sampling).exp()
     for anchor in range(VOCAB):
         accepted = [result.rounds[0].accepted >= 1 for result in results if result.ids[0] == anchor]
@@ -116,30 +118,28 @@ def test_first_draft_is_accepted_with_chance_one_minus_tv(target, sampling, name
         assert abs(np.mean(accepted) - overlap) < 4 * math.sqrt(overlap * (1 - overlap) / len(accepted)) + 1e-9
 
 
-@pytest.mark.parametrize("sampling", LAWS[:2], ids=str)
+@pytest.mark.parametrize("sampling", SAMPLINGS[:2], ids=str)
 @pytest.mark.parametrize("eos_ids", [(), (EOS,)])
 def test_simulation_of_argmax_drafts_is_the_loop_round_by_round(target, sampling, eos_ids):
     proposer, draft_sampling = drafting("argmax", sampling)
-    results = speculative_generate(
-        target, proposer, [PROMPT] * 300, 7, 3, sampling, eos_ids, seed=3, draft_sampling=draft_sampling
-    ).results
+    settings = DecodingSettings(3, sampling, draft_sampling, eos_ids=eos_ids, seed=3)
+    results = answers_to_prompt(target, proposer, 300, 7, settings)
     spans = can_be_simulated(target, results, sampling, proposer.logits_VV, draft_sampling, 3)
     # Nothing is left to chance: a one-hot draft is the text's token or it is not.
     assert [simulate(span, 3, np.random.default_rng(0)) for span in spans] == [result.rounds for result in results]
 
 
-@pytest.mark.parametrize("sampling", LAWS[:2], ids=str)
+@pytest.mark.parametrize("sampling", SAMPLINGS[:2], ids=str)
 @pytest.mark.parametrize("eos_ids", [(), (EOS,)])
 def test_simulation_of_drawn_drafts_has_the_loops_distribution(target, sampling, eos_ids):
-    """Rounds of the loop against simulates over other texts, which plain decoding made: the same distribution, as
-    sequences and as sums.
+    """Rounds of the loop against simulations of other texts, which were decoded without speculation: the same
+    distribution, as sequences and as sums.
     """
     samples, length, n = 2000, 7, 3
     proposer, draft_sampling = drafting("drawn", sampling)
-    looped = speculative_generate(
-        target, proposer, [PROMPT] * samples, length, n, sampling, eos_ids, seed=3, draft_sampling=draft_sampling
-    ).results
-    texts = speculative_generate(target, None, [PROMPT] * samples, length, 0, sampling, eos_ids, seed=4).results
+    settings = DecodingSettings(n, sampling, draft_sampling, eos_ids=eos_ids, seed=3)
+    looped = answers_to_prompt(target, proposer, samples, length, settings)
+    texts = answers_to_prompt(target, None, samples, length, replace(settings, seed=4))
     spans = can_be_simulated(target, texts, sampling, proposer.logits_VV, draft_sampling, n)
     rng = np.random.default_rng(0)
     counts = [
@@ -188,22 +188,10 @@ def test_an_answer_does_not_depend_on_its_neighbours(target, name):
     proposer, draft_sampling = drafting(name, sampling)
     prompts = [[1, 2, 1, 2, 1], [4], [3, 3, 3], [2, 1, 0, 4, 2, 1]]
 
-    def answers(which, **how):
-        chosen = [prompts[i] for i in which]
-        results = speculative_generate(
-            target,
-            proposer,
-            chosen,
-            20,
-            3,
-            sampling,
-            (EOS,),
-            seed=7,
-            draft_sampling=draft_sampling,
-            streams=which,
-            **how,
-        ).results
-        return dict(zip(which, results, strict=True))
+    def answers(which, batch_size=None):
+        chosen = [Prompt(prompts[i], 20, stream=i) for i in which]
+        settings = DecodingSettings(3, sampling, draft_sampling, eos_ids=(EOS,), seed=7, batch_size=batch_size)
+        return dict(zip(which, speculative_generate(target, proposer, chosen, settings).results, strict=True))
 
     together = answers([0, 1, 2, 3])
     assert answers([0, 1, 2, 3], batch_size=1) == together
@@ -211,12 +199,11 @@ def test_an_answer_does_not_depend_on_its_neighbours(target, name):
 
 
 def test_streams_and_seeds_differ(target):
-    def ids(seed, stream):
-        return (
-            speculative_generate(target, None, [PROMPT], 30, 0, SamplingParams(1.0), seed=seed, streams=[stream])
-            .results[0]
-            .ids
-        )
+    def ids(seed, *streams):
+        prompts = [Prompt(PROMPT, 30, stream) for stream in streams]
+        settings = DecodingSettings(sampling=SamplingParams(1.0), seed=seed)
+        return [tuple(result.ids) for result in speculative_generate(target, None, prompts, settings).results]
 
     assert ids(0, 0) == ids(0, 0)
-    assert len({tuple(ids(seed, stream)) for seed in (0, 1) for stream in (0, 1)}) == 4
+    assert len({*ids(0, 0, 1), *ids(1, 0, 1)}) == 4
+    assert ids(0, None, None) == ids(0, 0, 1)  # a prompt's index, where no number is given

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from decoders import prompts_of
 from drafter_tools import MemoryStore, as_dtype, fit, trainer_config
 from small_targets import capture, random_target
 from torch import Tensor
@@ -24,7 +25,7 @@ from spectrain.data.hidden_states import TargetStates
 from spectrain.data.packing import pack_batch
 from spectrain.data.vocab import build_vocab
 from spectrain.decoding.acceptance import Round
-from spectrain.decoding.loop import GenerationResult, speculative_generate
+from spectrain.decoding.loop import DecodingSettings, GenerationResult, speculative_generate
 from spectrain.decoding.proposers import Observation
 from spectrain.decoding.sampling import GREEDY, SamplingParams, truncated_log_probs
 from spectrain.drafters.autoregressive.eagle3 import Eagle3
@@ -52,7 +53,8 @@ def prompts(count: int, seed: int) -> list[list[int]]:
 def plain(
     target: TargetModel, texts: list[list[int]], length: int, sampling: SamplingParams, seed: int = 0
 ) -> list[GenerationResult]:
-    return speculative_generate(target, None, texts, length, 0, sampling, eos_ids=(EOS,), seed=seed).results
+    settings = DecodingSettings(sampling=sampling, eos_ids=(EOS,), seed=seed)
+    return speculative_generate(target, None, prompts_of(texts, length), settings).results
 
 
 def captured(target: TargetModel, texts: list[list[int]], results: list[GenerationResult]) -> list[TargetStates]:
@@ -90,9 +92,8 @@ def simulated(setting: Setting, documents: list[TargetStates], decoding: Decodin
 @pytest.mark.parametrize("n", [1, N])
 def test_greedy_rounds_are_the_loops_one_by_one(setting: Setting, n: int) -> None:
     texts = prompts(40, seed=2)
-    results = speculative_generate(
-        setting.target, setting.drafter, texts, 26, n, GREEDY, eos_ids=(EOS,), batch_size=16
-    ).results
+    settings = DecodingSettings(n, eos_ids=(EOS,), batch_size=16)
+    results = speculative_generate(setting.target, setting.drafter, prompts_of(texts, 26), settings).results
     assert [r.ids for r in results] == [r.ids for r in plain(setting.target, texts, 26, GREEDY)]
     found = simulated(setting, captured(setting.target, texts, results), DecodingConfig(num_speculative_tokens=n))
     assert found.rounds == [r.rounds for r in results]
@@ -107,7 +108,8 @@ def test_greedy_rounds_are_the_loops_one_by_one(setting: Setting, n: int) -> Non
 def test_argmax_drafts_at_temperature_one_give_the_same_rounds_too(setting: Setting) -> None:
     """A one-hot proposal stands iff the target drew it, so the text decides and not chance."""
     texts = prompts(30, seed=3)
-    results = speculative_generate(setting.target, setting.drafter, texts, 20, 3, HOT, eos_ids=(EOS,), seed=5).results
+    settings = DecodingSettings(3, HOT, eos_ids=(EOS,), seed=5)
+    results = speculative_generate(setting.target, setting.drafter, prompts_of(texts, 20), settings).results
     decoding = DecodingConfig(num_speculative_tokens=3, temperature=1.0, proposal_policy="greedy")
     assert simulated(setting, captured(setting.target, texts, results), decoding).rounds == [r.rounds for r in results]
 
@@ -168,9 +170,8 @@ def test_sampled_drafts_stand_as_often_in_the_simulation_as_in_the_loop(setting:
     found = simulated(
         setting, captured(setting.target, texts, plain(setting.target, texts, 16, HOT, seed=11)), decoding
     )
-    loop = speculative_generate(
-        setting.target, setting.drafter, texts, 16, 3, HOT, eos_ids=(EOS,), seed=12, draft_sampling=HOT, batch_size=200
-    ).results
+    settings = DecodingSettings(3, HOT, draft_sampling=HOT, eos_ids=(EOS,), seed=12, batch_size=200)
+    loop = speculative_generate(setting.target, setting.drafter, prompts_of(texts, 16), settings).results
     simulation_ratio, simulation_error = ratio_and_error(sums(found.rounds))
     loop_ratio, loop_error = ratio_and_error(sums([r.rounds for r in loop]))
     assert loop_ratio > 0.3

@@ -95,7 +95,9 @@ def test_the_simulation_is_kept(finished):
 def test_an_unchanged_run_does_nothing_and_says_so(spectrain, run_dir):
     before = times(run_dir)
     lines = spectrain("run")
-    assert lines == [f"{stage}: unchanged, skipped" for stage in ("generate", "capture", "fit", "eval/heldout-n3-t0")]
+    assert lines == [
+        f"{stage}: unchanged, skipped" for stage in ("generate", "capture", "fit", "eval/heldout-hf-n3-t0")
+    ]
     assert "EAGLE-3" in spectrain.out  # the table is shown again
     changed = {path.name for path, time in times(run_dir).items() if before.get(path) != time}
     assert changed <= {"config.yaml"}
@@ -326,7 +328,7 @@ def test_states_that_changed_on_disk_cost_no_drafter(arguments, run_dir, capsys)
 def test_a_record_that_was_deleted_is_measured_again(spectrain, run_dir):
     record = run_dir / "eval/heldout-hf-eagle3-n3-t0.json"
     record.unlink()
-    assert "eval/heldout-n3-t0: outputs are missing, they are made again" in spectrain("eval")
+    assert "eval/heldout-hf-n3-t0: outputs are missing, they are made again" in spectrain("eval")
     assert record.is_file()
 
 

@@ -15,7 +15,7 @@ def test_samples_are_taken_where_the_simulation_starts_a_round():
     # stand, and the last at 5.
     accept = np.array([[1, 0], [9, 9], [1, 1], [9, 9], [9, 9], [0, 0]], dtype=float)
     confidence = np.arange(12).reshape(6, 2) / 12
-    samples = simulated_samples(Span(3, accept, stopped=True), confidence, 2)
+    samples = simulated_samples(Span(3, accept, True, confidence), 2)
     assert samples.confidence.tolist() == confidence[[0, 2]].tolist()
     assert samples.accepted.tolist() == [[1, 0], [1, 1]]
     assert samples.seen.all()
@@ -23,13 +23,13 @@ def test_samples_are_taken_where_the_simulation_starts_a_round():
 
 def test_slots_beyond_the_text_are_not_seen():
     accept = np.array([[0, 0, 0], [1, 1, 1], [0, 0, 0]], dtype=float)
-    samples = simulated_samples(Span(0, accept, stopped=True), np.full((3, 3), 0.5), 3)
+    samples = simulated_samples(Span(0, accept, True, np.full((3, 3), 0.5)), 3)
     assert samples.seen.tolist() == [[True, True, False], [True, False, False]]
 
 
 def test_outcomes_of_a_sampled_simulation_are_chances():
     accept = np.full((40, 2), 0.5)
-    samples = simulated_samples(Span(0, accept, stopped=False), np.full((40, 2), 0.9), 2, np.random.default_rng(0))
+    samples = simulated_samples(Span(0, accept, False, np.full((40, 2), 0.9)), 2, np.random.default_rng(0))
     assert (samples.accepted == [0.5, 0.25]).all()
 
 

@@ -1,6 +1,4 @@
-"""Comparing rounds: what counts as equal, as a near-tie, as different, and how a wrong reading is named. No server is
-needed.
-"""
+"""Comparing rounds: what counts as equal, as a near-tie, as different, and how a misreading is named. Without vLLM."""
 
 from __future__ import annotations
 
@@ -18,8 +16,8 @@ from spectrain.drafters.autoregressive.eagle3 import Eagle3
 from spectrain.engines.vllm.requests import Answer, ReportedRound
 from spectrain.engines.vllm.rounds import placed_rounds
 from spectrain.errors import RunError
-from spectrain.evaluation.diagnosis import Hypothesis, explain, hypotheses
-from spectrain.evaluation.parity import Played, compare
+from spectrain.evaluation.diagnosis import Misreading, diagnose, misreadings
+from spectrain.evaluation.parity import DecodedPrompt, compare
 
 ALL_ON = Options(
     "qwen3", (1, 3, 5), 1, True, norm_before_residual=True, norm_before_fc=True, fc_norm=True, norm_output=True
@@ -37,35 +35,35 @@ def drafter(family: Family) -> Eagle3:
 
 
 @pytest.fixture(scope="module")
-def ours(family: Family, drafter: Eagle3) -> list[Played]:
+def ours(family: Family, drafter: Eagle3) -> list[DecodedPrompt]:
     return family.ours(drafter)
 
 
-def changed(play: list[Played], prompt: int, number: int, **fields: object) -> list[Played]:
+def changed(prompts: list[DecodedPrompt], prompt: int, number: int, **fields: object) -> list[DecodedPrompt]:
     """A copy in which one round is another."""
-    rounds = list(play[prompt].rounds)
+    rounds = list(prompts[prompt].rounds)
     rounds[number] = replace(rounds[number], **fields)  # type: ignore[arg-type]
-    return [replace(one, rounds=rounds) if index == prompt else one for index, one in enumerate(play)]
+    return [replace(one, rounds=rounds) if index == prompt else one for index, one in enumerate(prompts)]
 
 
 # --- comparing -----------------------------------------------------------------------------------------------------
 
 
-def test_the_same_rounds_are_equal(family: Family, drafter: Eagle3, ours: list[Played]) -> None:
+def test_the_same_rounds_are_equal(family: Family, drafter: Eagle3, ours: list[DecodedPrompt]) -> None:
     report = compare(family.model, drafter, ours, ours, DRAFTS)
     assert report.passed and report.rounds == report.equal > 50 and report.replayed == 0 and report.reason() == ""
     assert report.ours == report.theirs
 
 
-def test_replayed_rounds_are_those_of_the_loop(family: Family, drafter: Eagle3, ours: list[Played]) -> None:
-    """Without rounds of ours to hold against, the drafter led along the text drafts the same."""
-    report = compare(family.model, drafter, [replace(played, rounds=[]) for played in ours], ours, DRAFTS)
+def test_replayed_rounds_are_those_of_the_loop(family: Family, drafter: Eagle3, ours: list[DecodedPrompt]) -> None:
+    """Without rounds of ours to compare with, the drafter led along the text drafts the same."""
+    report = compare(family.model, drafter, [replace(decoded, rounds=[]) for decoded in ours], ours, DRAFTS)
     assert report.passed and report.replayed == report.rounds == report.equal > 50
 
 
 @pytest.mark.parametrize("slot", range(DRAFTS))
 def test_a_wrong_draft_is_a_difference_at_its_slot(
-    family: Family, drafter: Eagle3, ours: list[Played], slot: int
+    family: Family, drafter: Eagle3, ours: list[DecodedPrompt], slot: int
 ) -> None:
     drafts = list(ours[2].rounds[1].drafts)
     wrong = next(token for token in drafter.vocab.ids_D.tolist() if token != drafts[slot])
@@ -82,34 +80,32 @@ def test_a_wrong_draft_is_a_difference_at_its_slot(
     )
 
 
-def test_a_draft_that_ours_cannot_make_is_no_tie(family: Family, drafter: Eagle3, ours: list[Played]) -> None:
+def test_a_draft_that_ours_cannot_make_is_no_tie(family: Family, drafter: Eagle3, ours: list[DecodedPrompt]) -> None:
     outside = next(token for token in range(drafter.vocab.target_size) if token not in drafter.vocab.ids_D.tolist())
     report = compare(family.model, drafter, ours, changed(ours, 0, 0, drafts=(outside, 1, 1)), DRAFTS)
     assert report.different[0].gap == math.inf and "not able to say" in report.reason()
 
 
-def test_a_tie_of_two_drafts_counts_apart(family: Family, ours: list[Played], drafter: Eagle3) -> None:
+def test_a_tie_of_two_drafts_counts_apart(family: Family, ours: list[DecodedPrompt], drafter: Eagle3) -> None:
     """Two rows of the draft head are the same: either token may come, and what follows it in the round is not
     compared.
     """
     first = ours[0].rounds[0].drafts[0]
     vocab = drafter.vocab.ids_D.tolist()
-    reference = next(
-        token for token in vocab if all(token not in round_.drafts for played in ours for round_ in played.rounds)
+    equal_id = next(
+        token for token in vocab if all(token not in round_.drafts for decoded in ours for round_ in decoded.rounds)
     )
-    references = Eagle3(drafter.shape, drafter.vocab, steps=DRAFTS)
-    references.load_state_dict(drafter.state_dict())
-    references.attach(drafter.head)
+    tied = Eagle3(drafter.shape, drafter.vocab, steps=DRAFTS)
+    tied.load_state_dict(drafter.state_dict())
+    tied.attach(drafter.head)
     with torch.no_grad():
-        references.body.lm_head.weight[vocab.index(reference)] = references.body.lm_head.weight[vocab.index(first)] * (
-            1 + 1e-6
-        )
-    own = family.ours(references.eval())
+        tied.body.lm_head.weight[vocab.index(equal_id)] = tied.body.lm_head.weight[vocab.index(first)] * (1 + 1e-6)
+    own = family.ours(tied.eval())
     number, round_ = next(
-        (i, r) for i, r in enumerate(own[0].rounds) if r.drafts[0] in (first, reference) and r.accepted == 0
+        (i, r) for i, r in enumerate(own[0].rounds) if r.drafts[0] in (first, equal_id) and r.accepted == 0
     )
-    other = reference if round_.drafts[0] == first else first
-    report = compare(family.model, references, own, changed(own, 0, number, drafts=(other, 0, 0)), DRAFTS)
+    other = equal_id if round_.drafts[0] == first else first
+    report = compare(family.model, tied, own, changed(own, 0, number, drafts=(other, 0, 0)), DRAFTS)
     (tie,) = report.ties
     assert report.passed and not report.different and report.equal == report.rounds - 1
     assert (tie.what, tie.slot, tie.theirs) == ("draft", 1, other) and tie.gap <= tie.tolerance
@@ -117,7 +113,7 @@ def test_a_tie_of_two_drafts_counts_apart(family: Family, ours: list[Played], dr
 
 @pytest.mark.parametrize("shift", [1, -1])
 def test_another_number_of_accepted_drafts_is_a_difference(
-    family: Family, drafter: Eagle3, ours: list[Played], shift: int
+    family: Family, drafter: Eagle3, ours: list[DecodedPrompt], shift: int
 ) -> None:
     """The round's drafts are right, but the text does not bear out what was accepted."""
     wanted = 0 if shift > 0 else 1
@@ -136,22 +132,23 @@ def test_another_number_of_accepted_drafts_is_a_difference(
 
 
 def test_a_text_of_another_target_is_the_targets_difference(
-    family: Family, drafter: Eagle3, ours: list[Played]
+    family: Family, drafter: Eagle3, ours: list[DecodedPrompt]
 ) -> None:
     """Their target says another token in round 2; from there on our drafter follows their text."""
-    played = ours[1]
-    at = played.rounds[2].anchor + played.rounds[2].accepted + 1 - len(played.prompt)
-    answer = list(played.answer)
+    decoded = ours[1]
+    at = decoded.rounds[2].anchor + decoded.rounds[2].accepted + 1 - len(decoded.prompt)
+    answer = list(decoded.answer)
     answer[at] = (answer[at] + 1) % 100 + 3
-    rounds = list(played.rounds[:3])
-    report = compare(family.model, drafter, [played], [replace(played, answer=answer, rounds=rounds)], DRAFTS)
+    rounds = list(decoded.rounds[:3])
+    report = compare(family.model, drafter, [decoded], [replace(decoded, answer=answer, rounds=rounds)], DRAFTS)
     (difference,) = report.different
-    assert (difference.round, difference.what, difference.slot) == (2, "target", played.rounds[2].accepted)
-    assert (difference.ours, difference.theirs) == (played.answer[at], answer[at])
-    assert explain(family.model, drafter, report, [played], DRAFTS)[0].startswith("the target itself answers otherwise")
+    assert (difference.round, difference.what, difference.slot) == (2, "target", decoded.rounds[2].accepted)
+    assert (difference.ours, difference.theirs) == (decoded.answer[at], answer[at])
+    hint = diagnose(family.model, drafter, report, [decoded], DRAFTS)[0]
+    assert hint.startswith("the target itself answers otherwise")
 
 
-def test_nothing_compared_is_no_parity(family: Family, drafter: Eagle3, ours: list[Played]) -> None:
+def test_nothing_compared_is_no_parity(family: Family, drafter: Eagle3, ours: list[DecodedPrompt]) -> None:
     report = compare(family.model, drafter, ours[:1], [replace(ours[0], rounds=[])], DRAFTS)
     assert not report.passed and "nothing was compared" in report.reason()
 
@@ -160,40 +157,40 @@ def test_nothing_compared_is_no_parity(family: Family, drafter: Eagle3, ours: li
 
 
 @pytest.mark.parametrize("options", [Options(taps=(1, 4, 6), reduced=True), ALL_ON], ids=lambda o: o.name)
-def test_every_wrong_reading_is_named(family: Family, options: Options) -> None:
-    """Played by our own loop under each hypothesis in turn, so none is explained by another alone."""
+def test_every_misreading_is_named(family: Family, options: Options) -> None:
+    """Decoded by our own loop under each misreading in turn, so none is explained by another alone."""
     drafter = train(family, options, steps=10)
     ours = family.ours(drafter, 5)
     tried = [
-        hypothesis for hypothesis in hypotheses(drafter, family.model.spec.num_layers) if hypothesis.states is None
+        misreading for misreading in misreadings(drafter, family.model.spec.num_layers) if misreading.states is None
     ]
-    assert len({hypothesis.hint for hypothesis in tried}) == len(tried) >= 12
+    assert len({misreading.hint for misreading in tried}) == len(tried) >= 12
     named = 0
-    for hypothesis in one_of_each_kind(tried):
-        theirs = _played_under(family, drafter, hypothesis)
+    for misreading in one_of_each_kind(tried):
+        theirs = _decoded_under(family, drafter, misreading)
         report = compare(family.model, drafter, ours, theirs, DRAFTS)
-        if not report.different:  # such a reading makes no difference here, so there is nothing to name
+        if not report.different:  # such a misreading makes no difference here, so there is nothing to name
             continue
-        hints = explain(family.model, drafter, report, theirs, DRAFTS)
-        assert any(hint.startswith(hypothesis.hint) for hint in hints), (hypothesis.hint, hints)
+        hints = diagnose(family.model, drafter, report, theirs, DRAFTS)
+        assert any(hint.startswith(misreading.hint) for hint in hints), (misreading.hint, hints)
         named += 1
     assert named >= 3
     assert compare(family.model, drafter, ours, family.ours(drafter, 5), DRAFTS).passed  # nothing stayed changed
 
 
-def one_of_each_kind(tried: list[Hypothesis]) -> list[Hypothesis]:
+def one_of_each_kind(tried: list[Misreading]) -> list[Misreading]:
     """All that concern norms, and the first of each other kind."""
-    kinds: dict[str, Hypothesis] = {}
-    for hypothesis in tried:
-        kind = hypothesis.hint.partition(":")[0]
-        kinds.setdefault(hypothesis.hint if kind == "norm" else kind, hypothesis)
+    kinds: dict[str, Misreading] = {}
+    for misreading in tried:
+        kind = misreading.hint.partition(":")[0]
+        kinds.setdefault(misreading.hint if kind == "norm" else kind, misreading)
     return list(kinds.values())
 
 
-def _played_under(family: Family, drafter: Eagle3, hypothesis: Hypothesis) -> list[Played]:
+def _decoded_under(family: Family, drafter: Eagle3, misreading: Misreading) -> list[DecodedPrompt]:
     taps = drafter.taps
-    with hypothesis.applied():
-        drafter.taps = hypothesis.taps or taps
+    with misreading.applied():
+        drafter.taps = misreading.taps or taps
         try:
             return family.ours(drafter, 5)
         finally:
@@ -201,19 +198,19 @@ def _played_under(family: Family, drafter: Eagle3, hypothesis: Hypothesis) -> li
 
 
 def test_what_a_drafter_does_not_have_is_not_tried(family: Family, drafter: Eagle3) -> None:
-    hints = " ".join(hypothesis.hint for hypothesis in hypotheses(drafter, family.model.spec.num_layers))
+    hints = " ".join(misreading.hint for misreading in misreadings(drafter, family.model.spec.num_layers))
     assert "d2t" in hints and "norm_output" in hints and "norm_before_fc" not in hints and "fc_norm" not in hints
     full = Eagle3(replace(drafter.shape, draft_vocab_size=304), DraftVocab(torch.arange(304), 304, 1.0), steps=DRAFTS)
-    assert "d2t" not in " ".join(hypothesis.hint for hypothesis in hypotheses(full, 7))
+    assert "d2t" not in " ".join(misreading.hint for misreading in misreadings(full, 7))
 
 
-def test_an_unknown_cause_is_said_to_be_unknown(family: Family, drafter: Eagle3, ours: list[Played]) -> None:
+def test_an_unknown_cause_is_said_to_be_unknown(family: Family, drafter: Eagle3, ours: list[DecodedPrompt]) -> None:
     wrong = [
         replace(one, rounds=[replace(r, drafts=(drafter.vocab.ids_D[0].item(),) * DRAFTS) for r in one.rounds])
         for one in ours
     ]
     report = compare(family.model, drafter, ours, wrong, DRAFTS)
-    (hint,) = explain(family.model, drafter, report, wrong, DRAFTS)
+    (hint,) = diagnose(family.model, drafter, report, wrong, DRAFTS)
     assert hint.startswith("none of the known causes")
 
 
@@ -249,9 +246,9 @@ def test_rounds_that_the_text_does_not_hold_are_an_error() -> None:
         placed_rounds(4, answer(2, "stop", (3, 0), (3, 0), (3, 0)))
 
 
-def test_our_own_play_survives_being_served(ours: list[Played]) -> None:
+def test_our_own_rounds_survive_a_servers_report(ours: list[DecodedPrompt]) -> None:
     """As a server would report it, and back."""
-    for played in ours:
-        end = "length" if len(played.answer) == 24 else "stop"
-        served = Answer("a", played.answer, end, 1.0, as_rounds(played))
-        assert placed_rounds(len(played.prompt), served) == list(played.rounds)
+    for decoded in ours:
+        end = "length" if len(decoded.answer) == 24 else "stop"
+        reported = Answer("a", decoded.answer, end, 1.0, as_rounds(decoded))
+        assert placed_rounds(len(decoded.prompt), reported) == list(decoded.rounds)

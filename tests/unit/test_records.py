@@ -149,8 +149,10 @@ def test_nothing_to_record_is_refused():
 
 def full_record() -> EvaluationRecord:
     ours = [result("a", [3, 0], 1.0), result("b", [1, 2], 1.1)]
-    simulate = acceptance([r.rounds for r in ours])
-    return build_record(CONDITIONS, ours, [result("a", [0], 2.0), result("b", [0], 2.5)], simulate, peak_memory_bytes=5)
+    simulated = acceptance([r.rounds for r in ours])
+    return build_record(
+        CONDITIONS, ours, [result("a", [0], 2.0), result("b", [0], 2.5)], simulated, peak_memory_bytes=5
+    )
 
 
 def test_written_and_read_again_it_is_the_same(tmp_path):
@@ -244,7 +246,7 @@ def test_records_of_a_folder_come_with_the_baselines_first(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("temperature", "simulate", "expected"),
+    ("temperature", "simulated", "expected"),
     [
         (0.0, 2.0, ("equal", True)),
         (0.0, 2.0004, ("equal", True)),
@@ -254,13 +256,13 @@ def test_records_of_a_folder_come_with_the_baselines_first(tmp_path):
         (0.0, None, None),
     ],
 )
-def test_verdict_on_the_simulation(temperature, simulate, expected):
-    interval = None if simulate is None else (simulate - 0.2, simulate + 0.2)
+def test_verdict_on_the_simulation(temperature, simulated, expected):
+    interval = None if simulated is None else (simulated - 0.2, simulated + 0.2)
     record = dataclasses.replace(
         full_record(),
         temperature=temperature,
         acceptance_length=2.0,
-        simulated_acceptance_length=simulate,
+        simulated_acceptance_length=simulated,
         simulated_acceptance_length_interval=interval,
     )
     assert compare_with_simulation(record) == expected

@@ -45,8 +45,8 @@ def record(
         for i, row in enumerate(accepted)
     ]
     plain = [PromptResult(str(i), [], range(10), 2.0 + 0.3 * i) for i in range(len(accepted))]
-    simulate = acceptance([r.rounds for r in results]) if method == "eagle3" else None
-    return build_record(Conditions(**(known | conditions)), results, plain if with_baseline else None, simulate)
+    simulated = acceptance([r.rounds for r in results]) if method == "eagle3" else None
+    return build_record(Conditions(**(known | conditions)), results, plain if with_baseline else None, simulated)
 
 
 RECORDS = (
@@ -150,7 +150,7 @@ def test_full_page_shows_everything():
     assert f"With this drafter, tiny-target commits {tau:.2f} tokens per pass instead of 1" in text
     assert f"{RECORDS[2].speedup:.2f}×" in text
     assert f"{tau:.3f} → {tau:.3f}" in text
-    assert "simulate → loop: equal" in text
+    assert "simulation predicted, the loop measured: equal" in text
     assert "identical, token for token" in text
     for expected in (
         "EAGLE-3 drafter",
@@ -365,7 +365,7 @@ def test_terminal_table_has_a_row_per_method_and_the_simulation():
         "yes",
     ):
         assert expected in drafter
-    assert "EAGLE-3 drafter: promised (simulate) τ = 2.400, served (loop) τ = 2.400: equal" in lines
+    assert "EAGLE-3 drafter: simulation predicted τ = 2.400, the loop measured τ = 2.400: equal" in lines
 
 
 def test_terminal_table_says_when_output_differs_and_fits_a_narrow_terminal():

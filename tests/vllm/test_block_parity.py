@@ -18,19 +18,18 @@ import pytest
 import torch
 from block_tools import DFLASH2, random_block_drafter
 from drafter_tools import HIDDEN, VOCAB
-from parity_tools import Family, as_answer, as_played, job, run_jobs
+from parity_tools import Family, as_answer, as_decoded, job, run_jobs
 from tiny import VOCAB_SIZE
 from vllm_tools import vllm_engine, vllm_environment
 
 from spectrain.config.drafter_schema import BlockConfig, DrafterConfig
 from spectrain.data.packing import pack_batch
 from spectrain.data.vocab import DraftVocab, full_vocab
-from spectrain.decoding.loop import speculative_generate
-from spectrain.decoding.sampling import GREEDY
+from spectrain.decoding.loop import DecodingSettings, Prompt, speculative_generate
 from spectrain.drafters.block.block_drafter import BlockDrafter
 from spectrain.drafters.build import build_drafter
 from spectrain.drafters.drafter_folder import load_drafter, save_drafter
-from spectrain.evaluation.parity import Played, compare
+from spectrain.evaluation.parity import DecodedPrompt, compare
 from spectrain.target.head import TargetHead
 
 N = 3
@@ -72,17 +71,17 @@ class Served:
     answer: int
     prompts: list[list[int]]
 
-    def ours(self) -> list[Played]:
+    def ours(self) -> list[DecodedPrompt]:
         family = self.family
-        results = speculative_generate(
-            family.model, self.drafter, self.prompts, self.answer, N, GREEDY, family.eos_ids
-        ).results
-        return [Played(prompt, result.ids, result.rounds) for prompt, result in zip(self.prompts, results, strict=True)]
+        prompts = [Prompt(prompt, self.answer) for prompt in self.prompts]
+        settings = DecodingSettings(N, eos_ids=family.eos_ids)
+        results = speculative_generate(family.model, self.drafter, prompts, settings).results
+        return [DecodedPrompt(prompt.ids, one.ids, one.rounds) for prompt, one in zip(prompts, results, strict=True)]
 
-    def theirs(self) -> list[Played]:
+    def theirs(self) -> list[DecodedPrompt]:
         assert "error" not in self.report, self.report["error"]
         answers = self.report["answers"]
-        return [as_played(prompt, as_answer(answers[str(number)])) for number, prompt in enumerate(self.prompts)]
+        return [as_decoded(prompt, as_answer(answers[str(number)])) for number, prompt in enumerate(self.prompts)]
 
 
 def trained(family: Family, config: DrafterConfig) -> BlockDrafter:

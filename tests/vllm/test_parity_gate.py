@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 from drafter_tools import Options
-from parity_tools import DRAFTS, Family, job, mutated, played, run_jobs, save, train
+from parity_tools import DRAFTS, Family, decoded_by_vllm, job, mutated, run_jobs, save, train
 
 from spectrain.drafters.autoregressive.eagle3 import Eagle3
-from spectrain.evaluation.diagnosis import explain
-from spectrain.evaluation.parity import ParityReport, Played, compare
+from spectrain.evaluation.diagnosis import diagnose
+from spectrain.evaluation.parity import DecodedPrompt, ParityReport, compare
 
 # Together: both layer types, 1, 2, 3 and 5 taps, every switch on and off, two layers, both vocabularies, three families
 # of target.
@@ -79,12 +79,12 @@ class Bench:
     drafters: list[Eagle3]
     reports: dict[str, Any]
 
-    def judged(self, name: str, case: int) -> tuple[ParityReport, list[Played]]:
+    def judged(self, name: str, case: int) -> tuple[ParityReport, list[DecodedPrompt]]:
         family = self.families[CASES[case][0]]
-        theirs = played(family, self.reports[name])
+        theirs = decoded_by_vllm(family, self.reports[name])
         drafter = self.drafters[case]
         report = compare(family.model, drafter, family.ours(drafter), theirs, DRAFTS)
-        return dataclasses.replace(report, hints=explain(family.model, drafter, report, theirs, DRAFTS)), theirs
+        return dataclasses.replace(report, hints=diagnose(family.model, drafter, report, theirs, DRAFTS)), theirs
 
 
 @pytest.fixture(scope="module")

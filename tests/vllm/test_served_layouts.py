@@ -16,7 +16,7 @@ import pytest
 from block_tools import DSPARK, BlockOptions, random_block_drafter
 from drafter_tools import Options, random_drafter
 from foreign_layouts import deepspec_dspark, eagle3, write, zlab_dflash
-from parity_tools import DRAFTS, Family, job, played, run_jobs, train
+from parity_tools import DRAFTS, Family, decoded_by_vllm, job, run_jobs, train
 from test_block_parity import trained
 from vllm_tools import vllm_engine, vllm_environment
 
@@ -62,7 +62,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 @pytest.mark.parametrize("name", ["eagle3", "eagle3 with ids", "dflash"])
 def test_vllm_drafts_from_the_folder_what_our_loop_does(bench: Bench, name: str) -> None:
     family, drafters, reports = bench
-    theirs = played(family, reports[name])
+    theirs = decoded_by_vllm(family, reports[name])
     report = compare(family.model, drafters[name], family.ours(drafters[name]), theirs, DRAFTS)  # type: ignore[arg-type]
     assert report.passed, report.reason()
     assert report.equal + len(report.ties) == report.rounds >= 40

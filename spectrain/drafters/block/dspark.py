@@ -89,7 +89,7 @@ class DSparkMethod(BlockMethod):
         return settings if shape.markov is None else settings | {"dspark.markov_rank": shape.markov.rank}
 
     def read_foreign(self, architecture: str, config: dict[str, Any], where: str) -> dict[str, Any]:
-        """DeepSpec's layout: a flat Qwen3 configuration; older exports keep what is DSpark's own in ``dflash_config``."""
+        """DeepSpec: a flat Qwen3 configuration; older exports keep what is DSpark's own in ``dflash_config``."""
         nested = section(config, "dflash_config", where)
         refuse_unknown_arithmetic(config, nested, where=where)
         fields = {**config, **nested}

@@ -1,4 +1,4 @@
-"""Losses of drafters: ``reference.py`` says what they are, ``fused.py`` computes the same without all logits at once."""
+"""Losses of drafters: ``reference.py`` says what they are, ``fused.py`` computes them without all logits at once."""
 
 from __future__ import annotations
 

@@ -144,9 +144,10 @@ def _headline(inputs: ReportInputs, main: EvaluationRecord) -> _Headline:
         sentence += f" and decodes at {number(main.speedup)} times its own speed"
     verdict = compare_with_simulation(main)
     if verdict is not None:
-        words, kept = verdict
+        words, agree = verdict
         pair = f"{number(main.simulated_acceptance_length, digits=3)} → {number(main.acceptance_length, digits=3)}"
-        numbers.append(_BigNumber("promised → served", pair, f"simulate → {decoded_by(main)}: {words}", kept))
+        note = f"simulation predicted, {decoded_by(main)} measured: {words}"
+        numbers.append(_BigNumber("simulated → measured", pair, note, agree))
     remark = {
         None: "",
         True: "Its output is identical, token for token.",
@@ -250,7 +251,7 @@ def _training_figures(training: Sequence[Mapping[str, Any]]) -> Iterator[_Figure
     lengths = [line["simulated_acceptance_length"] for line in simulations]
     intervals = [tuple(line["simulated_interval"]) if line.get("simulated_interval") else None for line in simulations]
     svg = plots.simulated_acceptance_figure([line["step"] for line in simulations], lengths, intervals)
-    yield _Figure("Acceptance length by simulation", svg, "on held-out text, with 95 % interval; the best is kept")
+    yield _Figure("Simulated acceptance length", svg, "on held-out text, with 95 % interval; the best is kept")
     best = simulations[max(range(len(simulations)), key=lengths.__getitem__)]
     by_n = sorted(
         (int(n), length)
@@ -261,7 +262,7 @@ def _training_figures(training: Sequence[Mapping[str, Any]]) -> Iterator[_Figure
         yield _Figure(
             "If it drafted fewer or more",
             plots.draft_length_figure(by_n),
-            f"simulate acceptance length at step {best['step']:,}",
+            f"simulated acceptance length at step {best['step']:,}",
         )
 
 

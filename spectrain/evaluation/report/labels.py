@@ -4,18 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from spectrain.drafters.registry import known_method
 from spectrain.evaluation.records import EvaluationRecord, Interval
 
 MISSING = "–"
-METHOD_LABELS = {
-    "none": "no speculation",
-    "ngram": "n-gram",
-    "eagle3": "EAGLE-3 drafter",
-    "dflash": "DFlash drafter",
-    "dspark": "DSpark drafter",
-    "dflash2": "DFlash2 drafter",
-}
-
+_WITHOUT_DRAFTER = {"none": "no speculation", "ngram": "n-gram"}
 POLICY_LABELS = {"fixed": "all drafts", "threshold": "threshold", "scheduler": "scheduler"}
 
 # What tells two records of one method apart, in the order of interest.
@@ -30,16 +23,19 @@ _DETAILS: tuple[Callable[[EvaluationRecord], str], ...] = (
 )
 
 
-def method_label(method: str) -> str:
-    """The name of a method as a person reads it; an unknown method is shown as it is."""
-    return METHOD_LABELS.get(method, method)
+def measured_label(method: str) -> str:
+    """The name of a measured method as a person reads it; an unknown one is shown as it is."""
+    if method in _WITHOUT_DRAFTER:
+        return _WITHOUT_DRAFTER[method]
+    found = known_method(method)
+    return method if found is None else f"{found.label} drafter"
 
 
 def distinct_names(records: Sequence[EvaluationRecord]) -> list[str]:
     """A name per record: its method, and as much as is needed to tell it from the others: ``["n-gram", "EAGLE-3
     drafter, n = 3", …]``.
     """
-    names = [method_label(record.method) for record in records]
+    names = [measured_label(record.method) for record in records]
     for detail in _DETAILS:
         for name in {name for name in names if names.count(name) > 1}:
             same = [i for i, other in enumerate(names) if other == name]
@@ -86,26 +82,23 @@ def share_text(share: float | None) -> str:
 
 def decoded_by(record: EvaluationRecord) -> str:
     """Who decoded: our own loop, or vLLM."""
-    return "loop" if record.engine == "hf" else "vLLM"
+    return "the loop" if record.engine == "hf" else "vLLM"
 
 
 def compare_with_simulation(record: EvaluationRecord) -> tuple[str, bool] | None:
-    """How the loop's acceptance length compares with the simulation's, in words, and whether the promise was kept. None
+    """How the measured acceptance length compares with the simulated one, in words, and whether they agree. None
     without a simulation.
 
     At temperature 0 both count the same rounds, so the figures must be equal (to the three digits shown); above it both
-    are random, so the loop's must lie in the simulation's interval.
+    are random, so the measured one must lie in the simulation's interval.
     """
-    simulated, served, interval = (
-        record.simulated_acceptance_length,
-        record.acceptance_length,
-        record.simulated_acceptance_length_interval,
-    )
-    if simulated is None or served is None:
+    simulated, measured = record.simulated_acceptance_length, record.acceptance_length
+    interval = record.simulated_acceptance_length_interval
+    if simulated is None or measured is None:
         return None
-    if f"{simulated:.3f}" == f"{served:.3f}":
+    if f"{simulated:.3f}" == f"{measured:.3f}":
         return "equal", True
-    difference = f"{served / simulated - 1:+.1%}"
-    if record.temperature > 0 and interval is not None and interval[0] <= served <= interval[1]:
+    difference = f"{measured / simulated - 1:+.1%}"
+    if record.temperature > 0 and interval is not None and interval[0] <= measured <= interval[1]:
         return f"{difference}, within the simulation's interval", True
     return difference, False

@@ -142,7 +142,7 @@ def survival_figure(series: Sequence[Series]) -> Markup:
 
 
 def conditional_figure(series: Sequence[Series]) -> Markup:
-    """A line per method: the share of drafts at each position that were accepted, given that all before them did."""
+    """A line per method: the share of drafts accepted at each position, given that all before them were."""
     with mpl.rc_context(_STYLE):
         figure, axes = _canvas(height_in=2.3)
         for one in sorted(series, key=lambda one: one.main):
@@ -187,9 +187,7 @@ def loss_figure(steps: Sequence[float], losses: Sequence[float]) -> Markup:
 def simulated_acceptance_figure(
     steps: Sequence[float], lengths: Sequence[float], intervals: Sequence[Interval | None]
 ) -> Markup:
-    """The simulation's acceptance length over the training steps, with its interval as a band and the best evaluation
-    marked.
-    """
+    """Simulated acceptance length over the training steps: its interval as a band, the best evaluation marked."""
     with mpl.rc_context(_STYLE):
         figure, axes = _canvas(height_in=2.3)
         lows = [
@@ -208,11 +206,11 @@ def simulated_acceptance_figure(
         )
         axes.margins(y=0.2)
         _step_axis(axes)
-        return _svg(figure, f"Simulation acceptance length over the steps; best {label} at step {steps[best]:,.0f}")
+        return _svg(figure, f"Simulated acceptance length over the steps; best {label} at step {steps[best]:,.0f}")
 
 
 def draft_length_figure(by_n: Sequence[tuple[int, float]]) -> Markup:
-    """The simulation's acceptance length by the number of draft tokens of a round."""
+    """Simulated acceptance length by the number of draft tokens of a round."""
     with mpl.rc_context(_STYLE):
         figure, axes = _canvas(height_in=2.3)
         counts, lengths = zip(*by_n, strict=True)
@@ -226,7 +224,7 @@ def draft_length_figure(by_n: Sequence[tuple[int, float]]) -> Markup:
         axes.margins(x=0.08, y=0.2)
         return _svg(
             figure,
-            "Simulation acceptance length by draft tokens: " + ", ".join(f"{n}: {length:.2f}" for n, length in by_n),
+            "Simulated acceptance length by draft tokens: " + ", ".join(f"{n}: {length:.2f}" for n, length in by_n),
         )
 
 
@@ -254,7 +252,7 @@ def reliability_figure(
         axes.set_yticks(ticks, ["0", ".25", ".5", ".75", "1"])
         axes.set_xlabel("predicted chance of being accepted")
         words = ", ".join(f"{_share(predicted)} came true {_share(happened)}" for predicted, happened, _ in calibrated)
-        return _svg(figure, f"Predicted survival and the share that were accepted: {words}")
+        return _svg(figure, f"Predicted survival and the share that was accepted: {words}")
 
 
 def cost_figure(points: Sequence[tuple[int, float]], label: str) -> Markup:

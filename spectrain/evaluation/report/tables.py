@@ -19,7 +19,7 @@ from spectrain.evaluation.report.labels import (
     decoded_by,
     distinct_names,
     interval_text,
-    method_label,
+    measured_label,
     number,
     share_text,
     shared_conditions,
@@ -27,8 +27,8 @@ from spectrain.evaluation.report.labels import (
 
 
 def evaluation_table(records: Sequence[EvaluationRecord]) -> RenderableType:
-    """One row per record under a line with what they share, then promise and measurement of every drafter that was
-    simulated.
+    """One row per record under a line with what they share, then what simulation predicted and what was measured, for
+    every drafter that was simulated.
     """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("method")
@@ -49,7 +49,7 @@ def evaluation_table(records: Sequence[EvaluationRecord]) -> RenderableType:
             if (line := _simulated_beside_measured(name, record)) is not None
         ),
         Text(
-            "Acceptance length: tokens per target pass, bonus token counted. Ranges: 95 % bootstrap over prompts.",
+            "Acceptance length τ (tau): tokens per target pass, bonus token counted. Ranges: 95 % bootstrap by prompt.",
             style="dim",
         ),
     )
@@ -81,10 +81,10 @@ def _simulated_beside_measured(name: str, record: EvaluationRecord) -> Text | No
     verdict = compare_with_simulation(record)
     if verdict is None:
         return None
-    words, kept = verdict
-    line = Text(f"{name}: promised (simulate) τ = {number(record.simulated_acceptance_length, digits=3)}")
-    line.append(f", served ({decoded_by(record)}) τ = {number(record.acceptance_length, digits=3)}: ")
-    line.append(words, style="bold green" if kept else "bold yellow")
+    words, agree = verdict
+    line = Text(f"{name}: simulation predicted τ = {number(record.simulated_acceptance_length, digits=3)}, ")
+    line.append(f"{decoded_by(record)} measured τ = {number(record.acceptance_length, digits=3)}: ")
+    line.append(words, style="bold green" if agree else "bold yellow")
     return line
 
 
@@ -110,7 +110,7 @@ def policy_rows(records: Sequence[EvaluationRecord]) -> Iterator[dict[str, Any]]
             threshold = "" if record.draft_threshold is None else f" {record.draft_threshold:g}"
             yield {
                 "batch": f"{record.concurrency}",
-                "method": method_label(record.method),
+                "method": measured_label(record.method),
                 "policy": POLICY_LABELS.get(record.draft_policy, record.draft_policy) + threshold,
                 "acceptance_length": number(record.acceptance_length),
                 "drafted": number(record.drafted_tokens / record.rounds if record.rounds else None),
