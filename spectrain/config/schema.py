@@ -229,6 +229,8 @@ class TrainerConfig:
     checkpoint_every_steps: int | None = None  # None: at every evaluation
     keep_checkpoints: int = 2
     log_every_steps: int = 1
+    loader_workers: int | None = None  # processes that make batches ahead; None: 0 on a CPU, 2 beside an accelerator
+    prefetch_batches: int = 2  # batches that each of them makes ahead
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -243,11 +245,16 @@ class TrainerConfig:
             "eval_documents",
             "keep_checkpoints",
             "log_every_steps",
+            "prefetch_batches",
         ):
             _require(getattr(self, name) >= 1, f"trainer.{name}={getattr(self, name)} must be at least 1")
         for name in ("max_steps", "eval_every_steps", "checkpoint_every_steps"):
             value = getattr(self, name)
             _require(value is None or value >= 1, f"trainer.{name}={value} must be at least 1")
+        _require(
+            self.loader_workers is None or self.loader_workers >= 0,
+            f"trainer.loader_workers={self.loader_workers} must be 0 or more",
+        )
         for name in ("learning_rate", "muon_learning_rate", "max_grad_norm"):
             _require(getattr(self, name) > 0, f"trainer.{name}={getattr(self, name)} must be positive")
         _require(self.weight_decay >= 0, f"trainer.weight_decay={self.weight_decay} must be 0 or more")
