@@ -203,6 +203,10 @@ class TrainerConfig(Section, name="trainer"):
     )
     keep_checkpoints: int = key(2, "newest checkpoints that are kept", at_least=1)
     log_every_steps: int = key(1, "optimizer steps between two lines of metrics.jsonl", at_least=1)
+    loader_workers: int | None = key(
+        None, "processes that make batches ahead of training; null: none on a CPU, 2 beside an accelerator", at_least=0
+    )
+    prefetch_batches: int = key(2, "batches that each of them makes ahead", at_least=1)
     seed: int = key(0, "seed of the order of documents and of what training draws", at_least=0, below=_SEEDS)
 
 

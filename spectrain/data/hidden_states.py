@@ -1,17 +1,19 @@
-"""The hidden-state store: what the target computed for each document, kept on disk and read by memory map.
+"""Hidden states of the target, one document at a time: what a trainer needs of them, whatever their origin
+(``HiddenStateSource``), and the store that keeps them on disk.
 
 A store is a folder with ``index.json`` and shards ``shard-00000.safetensors``. In a shard the documents lie one behind
 the other, so each tensor has one row per token, and ``offsets`` says where a document starts. Reading a document takes
-views of the map: no byte is copied before the trainer moves it (8-bit states are the exception: they are dequantised on
-reading).
+views of the memory map: no byte is copied before a batch is made of it (8-bit hidden states are the exception: they are
+dequantised on reading).
 
 Cost: ``(A + 1) * H`` values a token, that is 2 * (A + 1) * H bytes in bfloat16 (3 taps of H = 4096: 32 KiB), half of it
 in int8, which keeps one float32 scale per token and tap. The scale belongs to the token because the first token of a
 document is an attention sink whose states are thousands of times larger than all others: a scale shared with it would
-round its neighbours to zero.
+round its neighbours to zero. Where the last layer is a tap, the last hidden state is that tap, and is stored once:
+``A * H`` values a token.
 
 Documents are numbered in the order of their keys, not of their capture, so that a capture that was killed and resumed
-trains exactly like one that was not. Writing is in ``states_writer.py``.
+trains exactly like one that was not. Writing is in ``hidden_states_writer.py``.
 """
 
 from __future__ import annotations
@@ -23,16 +25,17 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from spectrain.errors import InputError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 INDEX_NAME = "index.json"
 STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 _CHUNK_BYTES = 1 << 24
@@ -62,15 +65,35 @@ class TargetStates:
         if self.log_normalizer is not None:
             shapes["log_normalizer"] = (length,)
         for name, shape in shapes.items():
-            if tuple(getattr(self, name).shape) != shape:
-                raise ValueError(
-                    f"states of {self.key}: {name} has shape {tuple(getattr(self, name).shape)}, expected {shape}"
-                )
+            found = tuple(getattr(self, name).shape)
+            if found != shape:
+                raise ValueError(f"hidden states of {self.key}: {name} has shape {found}, expected {shape}")
+
+
+class HiddenStateSource(Protocol):
+    """What a trainer needs of hidden states: a map-style dataset of a fixed number of documents, known by their lengths
+    before any is read. Stored, computed on the way or cached: it makes no difference here.
+
+    A document keeps its number, its length and its content as long as the source lives, so that a resumed training goes
+    on where it was. ``source[number]`` may be called in any order, more than once, and from several processes: a source
+    can be pickled, and its copies are independent (open files and connections stay behind and are opened anew). It
+    lives on the CPU; the trainer moves what it needs. Any exception from ``source[number]`` ends the training, with the
+    document's key.
+    """
+
+    keys: list[str]  # of the responses that the documents are
+    splits: list[str]  # train or heldout
+    lengths: npt.NDArray[np.int64]  # tokens of each document
+    loss_counts: npt.NDArray[np.int64]  # of these, tokens that the target generated
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> TargetStates: ...
 
 
 @dataclass(frozen=True)
 class StoreMeta:
-    """What the states are states of. A trainer or evaluator compares it with its own run before step 0."""
+    """What the hidden states are those of. A trainer or evaluator compares it with its own run before step 0."""
 
     target: str
     target_revision: str
@@ -79,6 +102,7 @@ class StoreMeta:
     template_digest: str
     tap_ids: tuple[int, ...]
     hidden_size: int
+    num_layers: int  # of the target: the tap of this number is the last hidden state
     dtype: str  # a key of STATE_DTYPES
     last_hidden_pre_norm: bool = True
     schema_version: int = SCHEMA_VERSION
@@ -86,7 +110,12 @@ class StoreMeta:
     def __post_init__(self) -> None:
         object.__setattr__(self, "tap_ids", tuple(self.tap_ids))
         if self.dtype not in STATE_DTYPES:
-            raise ValueError(f"states cannot be stored as {self.dtype}: use one of {', '.join(STATE_DTYPES)}")
+            raise ValueError(f"hidden states cannot be stored as {self.dtype}: use one of {', '.join(STATE_DTYPES)}")
+
+    @property
+    def last_hidden_tap(self) -> int | None:
+        """Which of the taps is the last hidden state, counted from 0; None: none of them."""
+        return self.tap_ids.index(self.num_layers) if self.num_layers in self.tap_ids else None
 
     def check(self, expected: Mapping[str, object], where: str | Path) -> None:
         """Raise ``InputError`` naming the first field of ``expected`` that differs."""
@@ -95,7 +124,7 @@ class StoreMeta:
             wanted = tuple(wanted) if isinstance(wanted, list) else wanted
             if found != wanted:
                 raise InputError(
-                    f"{where} holds states with {name}={found}, but this run needs {name}={wanted}: "
+                    f"{where} holds hidden states with {name}={found}, but this run needs {name}={wanted}: "
                     f"use another run directory, or remove the folder and capture again"
                 )
 
@@ -132,13 +161,13 @@ class StoreIndex:
             version = fields["meta"]["schema_version"]
             if version != SCHEMA_VERSION:
                 raise InputError(
-                    f"{path} has schema version {version}, this spectrain reads {SCHEMA_VERSION}: capture the states "
-                    f"again"
+                    f"{path} has schema version {version}, this spectrain reads {SCHEMA_VERSION}: remove the folder "
+                    f"and capture again"
                 )
             return StoreIndex(StoreMeta(**fields["meta"]), tuple(ShardRecord(**record) for record in fields["shards"]))
         except FileNotFoundError:
             raise InputError(
-                f"{folder} holds no states ({INDEX_NAME} is missing): run `spectrain capture` first"
+                f"{folder} holds no hidden states ({INDEX_NAME} is missing): run `spectrain capture` first"
             ) from None
         except (ValueError, TypeError, KeyError, OSError) as error:
             raise InputError(f"{path} cannot be read ({error}): remove the folder and capture again") from error
@@ -156,6 +185,8 @@ def token_layout(meta: StoreMeta) -> dict[str, tuple[torch.dtype, tuple[int, ...
     }
     if dtype == torch.int8:
         layout |= {"taps_scale": (torch.float32, (taps,)), "last_hidden_scale": (torch.float32, ())}
+    if meta.last_hidden_tap is not None:
+        layout = {name: entry for name, entry in layout.items() if not name.startswith("last_hidden")}
     return layout
 
 
@@ -179,8 +210,8 @@ def dequantize(q: Tensor, scale: Tensor) -> Tensor:
 
 
 def as_stored(x: Tensor, dtype: str) -> Tensor:
-    """``x`` as a reader of a store of this dtype will see it. What is derived from a state and stored beside it is
-    derived from this.
+    """``x`` as a reader of a store of this dtype will see it. What is derived from a hidden state and stored beside it
+    is derived from this.
     """
     return dequantize(*quantize(x)) if dtype == "int8" else x.to(STATE_DTYPES[dtype])
 
@@ -197,8 +228,8 @@ class StoredDocument(NamedTuple):
 
 
 class ShardFile:
-    """One memory-mapped shard. Its map opens on first use and stays behind when the store is sent to another
-    process.
+    """One memory-mapped shard. Its map is opened by the first reading, and stays behind when the store is sent to
+    another process.
     """
 
     def __init__(self, path: Path, record: ShardRecord, meta: StoreMeta) -> None:
@@ -247,6 +278,30 @@ class ShardFile:
             self._tensors = tensors
         return self._tensors
 
+    def states(self, document: StoredDocument) -> TargetStates:
+        """A document: views of the map, or, in int8, its float32 values."""
+        rows = slice(document.start, document.start + document.length)
+        tensors, last = self.tensors(), self._meta.last_hidden_tap
+        taps = self._decoded("taps", rows)
+        return TargetStates(
+            input_ids=tensors["input_ids"][rows],
+            loss_mask=tensors["loss_mask"][rows],
+            taps=taps,
+            last_hidden=self.last_hidden(rows) if last is None else taps[:, last],
+            log_normalizer=tensors["log_normalizer"][rows],
+            key=document.key,
+            split=document.split,
+        )
+
+    def last_hidden(self, rows: slice | Tensor) -> Tensor:
+        """Last hidden states of some tokens of the shard, [..., H], wherever they are stored."""
+        last = self._meta.last_hidden_tap
+        return self._decoded("last_hidden", rows) if last is None else self._decoded("taps", (rows, last))
+
+    def _decoded(self, name: str, index: Any) -> Tensor:
+        values = self.tensors()[name][index]
+        return dequantize(values, self.tensors()[f"{name}_scale"][index]) if values.dtype == torch.int8 else values
+
     def documents(self, number: int) -> list[StoredDocument]:
         """The documents of this shard, which is the ``number``-th. Raises ``InputError`` if the shard does not list
         them.
@@ -256,25 +311,14 @@ class ShardFile:
                 metadata = file.metadata()
                 keys, splits = json.loads(metadata["keys"]), json.loads(metadata["splits"])
                 offsets, loss_counts = file.get_tensor("offsets").tolist(), file.get_tensor("loss_counts").tolist()
-                lengths = [end - start for start, end in itertools.pairwise(offsets)]
-                listed = [
-                    StoredDocument(*row)
-                    for row in zip(
-                        keys,
-                        splits,
-                        itertools.repeat(number, len(keys)),
-                        offsets[:-1],
-                        lengths,
-                        loss_counts,
-                        strict=True,
-                    )
-                ]
+                places = zip(keys, splits, itertools.pairwise(offsets), loss_counts, strict=True)
+                listed = [StoredDocument(key, split, number, a, b - a, count) for key, split, (a, b), count in places]
             except (SafetensorError, KeyError, TypeError, ValueError) as error:
                 raise InputError(
                     f"{self.path} does not list its documents ({error}): it is broken, remove the folder and capture "
                     f"again"
                 ) from error
-        if len(listed) != self._record.documents or sum(lengths) != self._record.tokens:
+        if len(listed) != self._record.documents or sum(d.length for d in listed) != self._record.tokens:
             raise InputError(
                 f"{self.path} does not hold the documents that the index names: it is broken, remove the folder and "
                 f"capture again"
@@ -304,12 +348,11 @@ class ShardFile:
 
 
 class StoredHiddenStates:
-    """A finished (or growing) store as a map-style dataset of ``TargetStates``.
+    """A finished (or growing) store: hidden states that were captured before, as a ``HiddenStateSource``.
 
-    Attributes, one entry per document in the order of keys: ``keys``, ``splits`` (lists of str), ``lengths`` (tokens,
-    int64 array) and ``loss_counts`` (tokens the target generated, int64 array). Opening checks the index against the
-    shards' sizes and headers; ``verify_checksums`` reads every byte. Both raise ``InputError`` naming the file. Views
-    stay valid even after the store is gone.
+    Documents are in the order of their keys. Opening checks the index against the shards' sizes and headers;
+    ``verify_checksums`` reads every byte. Both raise ``InputError`` naming the file. Views stay valid even after the
+    store is gone.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -325,8 +368,7 @@ class StoredHiddenStates:
         self.splits = [d.split for d in documents]
         self.lengths = np.array([d.length for d in documents], dtype=np.int64)
         self.loss_counts = np.array([d.loss_count for d in documents], dtype=np.int64)
-        self._starts = np.array([d.start for d in documents], dtype=np.int64)
-        self._shard_of = np.array([d.shard for d in documents], dtype=np.int64)
+        self._places = np.array([(d.shard, d.start) for d in documents], dtype=np.int64).reshape(-1, 2)
 
     def check(self, expected: Mapping[str, object]) -> None:
         """Compare fields of ``StoreMeta`` with what a run needs; ``InputError`` names the first that differs."""
@@ -349,14 +391,7 @@ class StoredHiddenStates:
     def __getitem__(self, index: int) -> TargetStates:
         if not 0 <= index < len(self):
             raise IndexError(f"document {index} of {len(self)}")
-        start = int(self._starts[index])
-        rows = slice(start, start + int(self.lengths[index]))
-        part = {
-            name: tensor[rows]
-            for name, tensor in self._shards[self._shard_of[index]].tensors().items()
-            if name in token_layout(self.meta)
-        }
-        if self.meta.dtype == "int8":
-            part["taps"] = dequantize(part["taps"], part.pop("taps_scale"))
-            part["last_hidden"] = dequantize(part["last_hidden"], part.pop("last_hidden_scale"))
-        return TargetStates(**part, key=self.keys[index], split=self.splits[index])
+        shard, start = self._places[index].tolist()
+        length, count = int(self.lengths[index]), int(self.loss_counts[index])
+        document = StoredDocument(self.keys[index], self.splits[index], shard, start, length, count)
+        return self._shards[shard].states(document)

@@ -49,7 +49,9 @@ class ShardBuffer:
         return not self._documents or self.tokens + length <= self._capacity
 
     def add(self, states: TargetStates) -> None:
-        """Copy one document. Without a log-normalizer its place is filled with NaN."""
+        """Copy one document. Without a log-normalizer its rows are filled with NaN; a last hidden state that is a tap
+        is not copied again.
+        """
         length = states.input_ids.shape[0]
         self._reserve(length)
         rows = slice(self.tokens, self.tokens + length)
@@ -92,10 +94,11 @@ def write_shard(path: Path, partial: Path, tensors: dict[str, Tensor], metadata:
 
 
 def _encoded(states: TargetStates, meta: StoreMeta) -> dict[str, Tensor]:
-    values = {name: getattr(states, name) for name in ("input_ids", "loss_mask", "taps", "last_hidden")}
+    hidden = ("taps", "last_hidden") if meta.last_hidden_tap is None else ("taps",)
+    values = {name: getattr(states, name) for name in ("input_ids", "loss_mask", *hidden)}
     nan = torch.full(states.input_ids.shape, torch.nan)
     values["log_normalizer"] = nan if states.log_normalizer is None else states.log_normalizer
     if meta.dtype == "int8":
-        for name in ("taps", "last_hidden"):
+        for name in hidden:
             values[name], values[f"{name}_scale"] = quantize(values[name])
     return values

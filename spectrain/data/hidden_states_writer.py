@@ -1,9 +1,9 @@
-"""Writing the hidden-state store of ``states.py``: shard by shard, each one finished before the index names it.
+"""Writing the store of ``hidden_states.py``: shard by shard, each one finished before the index names it.
 
-A shard is gathered in memory (``shard.py``), written to a folder of partial files, moved to its place, and only then
-listed in ``index.json``, which is itself replaced in one move. Whenever the process is killed, the index names whole
-shards only; whatever else lies in the folder is a leftover and is removed by the next writer. Shards that a served
-target wrote are adopted as they are.
+A shard is gathered in memory (``hidden_states_shard.py``), written to a folder of partial files, moved to its place,
+and only then listed in ``index.json``, which is itself replaced in one move. Whenever the process is killed, the index
+names whole shards only; whatever else lies in the folder is a leftover and is removed by the next writer. Shards that
+vLLM wrote are adopted as they are.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
+import torch
 from torch import Tensor
 
 from spectrain.data.hidden_states import (
@@ -35,7 +36,7 @@ _PARTIAL = ".partial"
 class HiddenStatesWriter:
     """Adds documents to a store, new or begun. Use as a context manager, or call ``close``.
 
-    Raises ``InputError`` if the folder holds states of something else (naming the field that differs).
+    Raises ``InputError`` if the folder holds hidden states of something else (naming the field that differs).
     """
 
     def __init__(self, folder: str | Path, meta: StoreMeta, shard_bytes: int = 1 << 30) -> None:
@@ -61,15 +62,15 @@ class HiddenStatesWriter:
     def add(self, states: TargetStates) -> None:
         """Copy one document into the shard being gathered, and write the shard when it is full.
 
-        A document longer than a whole shard gets one of its own. Raises ``RunError`` if a state is not finite: a bad
-        document is never stored and never replaced by another.
+        A document longer than a whole shard gets one of its own. Raises ``RunError`` if a hidden state is not finite: a
+        bad document is never stored and never replaced by another.
         """
         if states.key in self._known:
-            raise ValueError(f"states of {states.key} are already in {self.folder}")
+            raise ValueError(f"hidden states of {states.key} are already in {self.folder}")
         if states.log_normalizer is None:
             raise ValueError(
-                f"states of {states.key} have no log_normalizer: compute it with TargetHead.log_normalizer before "
-                f"storing them"
+                f"hidden states of {states.key} have no log_normalizer: compute it with TargetHead.log_normalizer "
+                f"before storing them"
             )
         for name in ("taps", "last_hidden"):
             if not is_finite(getattr(states, name)):
@@ -77,6 +78,9 @@ class HiddenStatesWriter:
                     f"the target computed {name} that are not finite for response {states.key}: try "
                     f"target.dtype=float32"
                 )
+        last = self.meta.last_hidden_tap
+        if last is not None and not torch.equal(states.taps[:, last], states.last_hidden):
+            raise ValueError(f"hidden states of {states.key}: tap {self.meta.num_layers} is not the last hidden state")
         if not self._gathered.fits(states.input_ids.shape[0]):
             self.flush()
         self._gathered.add(states)
@@ -88,11 +92,11 @@ class HiddenStatesWriter:
         """Take a whole shard file, of this store's layout and on its file system, into the store: it is moved, then
         listed.
 
-        Its documents must be new, and what is in it has been checked (``states_incoming.py``).
+        Its documents must be new, and what is in it has been checked (``adopt_states.py``).
         """
         known = self._known.intersection(keys)
         if known:
-            raise ValueError(f"states of {min(known)} are already in {self.folder}")
+            raise ValueError(f"hidden states of {min(known)} are already in {self.folder}")
         with path.open("rb") as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         place = self._next_shard()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,16 +57,27 @@ class PackedBatch:
         return torch.bincount(self.document_ids_T).tolist()
 
     def to(self, device: torch.device | str) -> PackedBatch:
-        moved: dict[str, Any] = {
-            name: value.to(device, non_blocking=True) for name, value in vars(self).items() if isinstance(value, Tensor)
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin_memory(self) -> PackedBatch:
+        """Copied into pinned memory, from where ``to`` moves it while the device works. Torch's loader looks for this
+        name.
+        """
+        return self._each(Tensor.pin_memory)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> PackedBatch:
+        changed: dict[str, Any] = {
+            name: change(value) for name, value in vars(self).items() if isinstance(value, Tensor)
         }
-        return dataclasses.replace(self, **moved)
+        return dataclasses.replace(self, **changed)
 
 
 def pack_batch(
     documents: Sequence[TargetStates], max_tokens: int | None = None, draw: Draw | None = None
 ) -> PackedBatch:
-    """Concatenate documents; each is cut at ``max_tokens``. Integer fields are widened, states keep their dtype."""
+    """Concatenate documents; each is cut at ``max_tokens``. Integer fields are widened, hidden states keep their
+    dtype.
+    """
     cut = slice(None, max_tokens)
     lengths = torch.tensor([len(d.input_ids[cut]) for d in documents])
     normalizers = [d.log_normalizer for d in documents]

@@ -191,6 +191,7 @@ class Context:
             template_digest=self.template.digest,
             tap_ids=self.taps,
             hidden_size=self.spec.hidden_size,
+            num_layers=self.spec.num_layers,
             dtype=self.states_dtype,
         )
 

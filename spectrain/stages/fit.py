@@ -34,6 +34,7 @@ VOCAB_SAMPLE = 4096
 # Settings that change what is logged or kept, not what is trained.
 _NO_INPUTS = {
     *("trainer.log_every_steps", "trainer.keep_checkpoints", "trainer.checkpoint_every_steps"),
+    *("trainer.loader_workers", "trainer.prefetch_batches"),
     *("decoding.draft_policy", "decoding.threshold"),
 }
 
@@ -118,7 +119,7 @@ def _train(context: Context, store: StoredHiddenStates, train: list[int], heldou
         config=config,
         paths=FitPaths(run_dir.checkpoints, run_dir.drafter, run_dir.metrics),
         drafter=drafter,
-        store=store,
+        source=store,
         train=train,
         heldout=heldout,
         eos_ids=context.eos_ids,

@@ -146,9 +146,8 @@ def _tokens(conversation: Conversation, max_new_tokens: int) -> tuple[int, int]:
 
 def _meta(context: Context) -> StoreMeta:
     """Enough of a store's description to know the size of its tokens."""
-    return StoreMeta(
-        "", "", "", "", "", tap_ids=context.taps, hidden_size=context.spec.hidden_size, dtype=context.states_dtype
-    )
+    spec = context.spec
+    return StoreMeta("", "", "", "", "", context.taps, spec.hidden_size, spec.num_layers, context.states_dtype)
 
 
 # --- time ----------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import torch
 
 from spectrain.config.schema import DecodingConfig
 from spectrain.console import ProgressBar
-from spectrain.data.hidden_states import StoredHiddenStates
+from spectrain.data.hidden_states import HiddenStateSource
 from spectrain.decoding.confidence import Calibration, fit_calibration
 from spectrain.decoding.confidence_samples import error_per_position
 from spectrain.drafters.drafter_folder import add_metadata, load_drafter
@@ -27,7 +27,7 @@ def calibrate_folder(
     folder: Path,
     head: TargetHead,
     device: torch.device,
-    store: StoredHiddenStates,
+    source: HiddenStateSource,
     documents: Sequence[int],
     decoding: DecodingConfig,
     eos_ids: Sequence[int],
@@ -39,7 +39,7 @@ def calibrate_folder(
     drafter = load_drafter(folder).attach(head).to(device)
     with ProgressBar("calibrate", total=len(documents), unit="documents") as bar:
         said = simulate_heldout(
-            drafter, store, documents, decoding, eos_ids, packed_length, advance=bar.advance
+            drafter, source, documents, decoding, eos_ids, packed_length, advance=bar.advance
         ).confidence
     if said is None:
         return {}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from spectrain.config.schema import DecodingConfig
-from spectrain.data.hidden_states import StoredHiddenStates
+from spectrain.data.hidden_states import HiddenStateSource
 from spectrain.data.packing import PackedBatch, pack_batch
 from spectrain.decoding.acceptance import AcceptanceStats, Round, acceptance
 from spectrain.decoding.confidence import ConfidenceSamples
@@ -51,7 +51,7 @@ def decoding_sampling(config: DecodingConfig) -> tuple[SamplingParams, SamplingP
 
 def simulate_heldout(
     drafter: Drafter,
-    store: StoredHiddenStates,
+    source: HiddenStateSource,
     documents: Sequence[int],
     config: DecodingConfig,
     eos_ids: Sequence[int],
@@ -59,8 +59,8 @@ def simulate_heldout(
     most_tokens: int | None = None,
     advance: Advance = lambda documents: None,
 ) -> SimulatedAcceptance:
-    """Simulate ``documents`` of the store with ``config.num_speculative_tokens`` drafts a round, and all lengths up to
-    ``most_tokens``.
+    """Simulate ``documents`` of the source with ``config.num_speculative_tokens`` drafts a round, and all lengths up
+    to ``most_tokens``.
 
     A drafter whose drafts depend on how many are asked for (``length_matters``) is scored once for every length, as it
     would be decoded with; where ``most_tokens`` is not given, only for the configured one, and ``length_by_n`` is
@@ -77,8 +77,8 @@ def simulate_heldout(
     spans: dict[int, list[Span]] = {length: [] for length in lengths}
     rounds: list[list[Round]] = []
     confidence: list[ConfidenceSamples] = []
-    for group in _groups(documents, store, packed_length):
-        batch = pack_batch([store[d] for d in group])
+    for group in _groups(documents, source, packed_length):
+        batch = pack_batch([source[d] for d in group])
         placed = batch.to(device)
         for length in set(lengths) - {shown}:
             other = document_spans(batch, drafter.score(placed, length, sampling, draft_sampling), eos_ids)
@@ -132,12 +132,12 @@ def _by_position(anchor_R: Tensor, values_RK: Tensor, num_tokens: int) -> np.nda
     return values_TK.numpy()
 
 
-def _groups(documents: Sequence[int], store: StoredHiddenStates, packed_length: int) -> list[list[int]]:
+def _groups(documents: Sequence[int], source: HiddenStateSource, packed_length: int) -> list[list[int]]:
     """Consecutive documents of at most ``packed_length`` together (a longer one alone)."""
     groups: list[list[int]] = []
     room = 0
     for number in documents:
-        length = int(store.lengths[number])
+        length = int(source.lengths[number])
         if not groups or length > room:
             groups.append([])
             room = packed_length

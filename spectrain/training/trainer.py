@@ -1,10 +1,10 @@
 """The training loop: one function to read, whatever the drafter.
 
 A step adds up (sum, count) pairs of its micro-batches on all ranks and divides once, so that how a global batch is
-split into micro-batches and ranks changes nothing. Before the optimiser moves, the step is checked: a loss that is not
-finite, or a batch in which no position counts, stops the run with a diagnosis. The best drafter is chosen by the
-simulation's acceptance length, the figure a server gives, and is written to its own folder, which checkpoint rotation
-never touches.
+split into micro-batches and ranks changes nothing. Micro-batches come from a loader that makes them ahead, and nothing
+here waits for the device between them. Before the optimiser moves, the step is checked: a loss that is not finite, or a
+batch in which no position counts, stops the run with a diagnosis. The best drafter is chosen by the simulation's
+acceptance length, the figure a server gives, and is written to its own folder, which checkpoint rotation never touches.
 """
 
 from __future__ import annotations
@@ -12,25 +12,24 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
 
 from spectrain.config.schema import SpectrainConfig
 from spectrain.console import ProgressBar, say
-from spectrain.data.hidden_states import StoredHiddenStates
-from spectrain.data.packing import Draw, pack_batch
+from spectrain.data.hidden_states import HiddenStateSource
+from spectrain.data.loader import BatchLoader, BatchRequest
+from spectrain.data.packing import Draw, PackedBatch
 from spectrain.decoding.confidence import Calibration
 from spectrain.decoding.confidence_samples import error_per_position
 from spectrain.drafters.drafter import Drafter
 from spectrain.drafters.drafter_folder import save_drafter
-from spectrain.drafters.losses.fused import LossSums
 from spectrain.errors import RunError
 from spectrain.files import write_atomically
 from spectrain.training.calibrate import calibrate_folder
@@ -38,6 +37,10 @@ from spectrain.training.checkpointing import load_checkpoint, save_checkpoint
 from spectrain.training.optim import build_optimizers, lr_factor, set_learning_rates
 from spectrain.training.sampler import StepSampler
 from spectrain.training.simulated_acceptance import SimulatedAcceptance, simulate_heldout
+from spectrain.training.step_sums import StepSums, StepTotals
+
+_DEVICE_WORKERS = 2  # loader workers where drafters are trained on an accelerator
+_WAIT_TO_MENTION = 0.1  # share of a step spent waiting for data that the progress bar shows
 
 
 @dataclass(frozen=True)
@@ -58,47 +61,38 @@ class FitResult:
     seconds: float  # of this process; a resumed run does not count what came before
 
 
-@dataclass
-class StepSums:
-    """One optimiser step's sums over micro-batches and ranks."""
+@dataclass(frozen=True)
+class Step:
+    """One optimiser step that was made."""
 
-    loss: float = 0.0
-    weight: float = 0.0
-    tokens: int = 0
-    terms_K: dict[str, Tensor] = field(default_factory=dict)
-    hits_K: Tensor | None = None
-    count_K: Tensor | None = None
+    sums: StepTotals
+    seconds: float
+    data_wait_s: float  # of these seconds, those in which there was no batch yet
 
-    def add(self, sums: LossSums, tokens: int) -> None:
-        self.loss += float(sums.loss.detach())
-        self.weight += float(sums.weight)
-        self.tokens += tokens
-        self.terms_K = {name: value + self.terms_K.get(name, 0) for name, value in sums.terms_K.items()}
-        self.hits_K = sums.hits_K if self.hits_K is None else self.hits_K + sums.hits_K
-        self.count_K = sums.count_K if self.count_K is None else self.count_K + sums.count_K
+    @property
+    def data_wait_share(self) -> float:
+        return self.data_wait_s / self.seconds
 
 
 class Trainer:
-    """Trains ``drafter`` on documents ``train`` of ``store`` and simulates documents ``heldout``."""
+    """Trains ``drafter`` on documents ``train`` of ``source`` and simulates documents ``heldout``."""
 
     def __init__(
         self,
         config: SpectrainConfig,
         paths: FitPaths,
         drafter: Drafter,
-        store: StoredHiddenStates,
+        source: HiddenStateSource,
         train: Sequence[int],
         heldout: Sequence[int],
         eos_ids: Sequence[int],
         folder_metadata: dict[str, Any],
         accelerator: Accelerator | None = None,
     ) -> None:
-        """``folder_metadata`` are keyword arguments of ``save_drafter``: target, target_architectures and recorded
-        facts.
-        """
+        """``folder_metadata`` are keyword arguments of ``save_drafter``: target, target_architectures and metadata."""
         self.config = config
         self.paths = paths
-        self.store = store
+        self.source = source
         self.eos_ids = eos_ids
         self.folder_metadata = folder_metadata
         options = config.trainer
@@ -123,7 +117,7 @@ class Trainer:
         self.drafter.attach(drafter.head.to(device))  # again: what was gathered from the head must follow it
         self.optimizers = build_optimizers(self.drafter, options)
         self.model = self.accelerator.prepare_model(self.drafter)
-        lengths = [int(store.lengths[d]) for d in self.train]
+        lengths = [int(source.lengths[d]) for d in self.train]
         self.sampler = StepSampler(lengths, options, self.accelerator.process_index, self.accelerator.num_processes)
         self.eval_every = options.eval_every_steps or max(1, self.sampler.steps_per_epoch[0])
         self.checkpoint_every = options.checkpoint_every_steps or self.eval_every
@@ -137,21 +131,20 @@ class Trainer:
         started = time.monotonic()
         first, total = self._resume(), self.sampler.total_steps
         self._start_trackers()
-        with ProgressBar("fit", total=total, unit="steps", done=first) as bar:
+        with ProgressBar("fit", total=total, unit="steps", done=first) as bar, self._batches(first) as batches:
             if first == 0:
                 self._evaluate(0, bar)
             for step in range(first, total):
-                sums, seconds = self._step(step)
-                self.last_loss = sums.loss / sums.weight
+                made = self._step(step, batches)
+                self.last_loss = made.sums.loss / made.sums.weight
                 done = step + 1
                 if done % self.config.trainer.log_every_steps == 0 or done == total:
-                    self._log(done, self._step_metrics(step, sums, seconds))
+                    self._log(done, self._step_metrics(step, made))
                 if done % self.eval_every == 0 or done == total:
                     self._evaluate(done, bar)
                 if done % self.checkpoint_every == 0 or done == total:
                     self._checkpoint(done)
-                best = self.best["acceptance_length"]
-                bar.advance(1, note=f"loss {self.last_loss:.3f}" + (f"  simulate τ {best:.3f}" if best > 0 else ""))
+                bar.advance(1, note=self._note(made))
         self._calibrate(total)
         if self.config.logger.trackers:
             self.accelerator.end_training()
@@ -159,16 +152,36 @@ class Trainer:
             total, int(self.best["step"]), self.best["acceptance_length"], self.last_loss, time.monotonic() - started
         )
 
-    def _step(self, step: int) -> tuple[StepSums, float]:
+    def _batches(self, first: int) -> BatchLoader:
+        """Micro-batches of this rank from step ``first`` to the last one."""
+        options, device = self.config.trainer, self.accelerator.device
+        workers = options.loader_workers
+        if workers is None:
+            workers = 0 if device.type == "cpu" else _DEVICE_WORKERS
+        if first >= self.sampler.total_steps:
+            workers = 0  # nothing is left to do
+        return BatchLoader(self.source, self._requests(first), device, workers, options.prefetch_batches)
+
+    def _requests(self, first: int) -> Iterator[BatchRequest]:
+        options = self.config.trainer
+        for step in range(first, self.sampler.total_steps):
+            for documents in self.sampler[step].micro_batches:
+                # A rank whose rows have run out in this epoch runs one token, in which nothing can count: the others
+                # wait for its gradients, and data-parallel wrappers exchange them only after a forward pass.
+                chosen, most = (documents, options.packed_length) if documents else ([0], 1)
+                numbers = tuple(self.train[d] for d in chosen)
+                yield BatchRequest(numbers, most, Draw(options.seed, step, numbers, options.packed_length))
+
+    def _step(self, step: int, batches: BatchLoader) -> Step:
         """Gradients of one global batch, checked, then one optimiser step."""
-        started = time.monotonic()
-        micro_batches = self.sampler[step].micro_batches
-        sums = StepSums()
+        started, waited_s = time.monotonic(), batches.waited_s
+        micro_batches, gathered = self.sampler[step].micro_batches, StepSums()
         for number, documents in enumerate(micro_batches):
+            batch = next(batches)
             last = number == len(micro_batches) - 1
             with nullcontext() if last else self.accelerator.no_sync(self.model):
-                self._backward(step, documents, sums)
-        self._reduce(sums)
+                self._backward(batch, gathered, counts=bool(documents))
+        sums = gathered.totals(self.accelerator)
         self._check(step, sums)
         # Sums were differentiated; dividing by the global weight (and undoing the mean that data parallelism takes)
         # happens once, here.
@@ -186,38 +199,18 @@ class Trainer:
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        return sums, time.monotonic() - started
+        return Step(sums, time.monotonic() - started, batches.waited_s - waited_s)
 
-    def _backward(self, step: int, documents: list[int], sums: StepSums) -> None:
-        # A rank whose rows have run out in this epoch runs one token, in which nothing can count: the others wait for
-        # its gradients, and data-parallel wrappers exchange them only after a forward pass.
-        chosen, most = (documents, self.config.trainer.packed_length) if documents else ([0], 1)
-        numbers = tuple(self.train[d] for d in chosen)
-        draw = Draw(self.config.trainer.seed, step, numbers, self.config.trainer.packed_length)
-        batch = pack_batch([self.store[number] for number in numbers], most, draw).to(self.accelerator.device)
+    def _backward(self, batch: PackedBatch, sums: StepSums, counts: bool) -> None:
+        batch = batch.to(self.accelerator.device)
         with torch.autocast(
             self.accelerator.device.type, torch.bfloat16, enabled=self.config.trainer.precision == "bfloat16"
         ):
             losses = self.model(batch)
-        sums.add(losses, batch.num_tokens if documents else 0)
+        sums.add(losses, batch.num_tokens if counts else 0)
         self.accelerator.backward(losses.loss)
 
-    def _reduce(self, sums: StepSums) -> None:
-        if self.accelerator.num_processes == 1:
-            return
-        k, names = self.drafter.training_steps, self.drafter.loss_terms
-        zeros = torch.zeros(k, device=self.accelerator.device)
-        rows = [sums.hits_K if sums.hits_K is not None else zeros, sums.count_K if sums.count_K is not None else zeros]
-        rows += [sums.terms_K.get(name, zeros) for name in names]
-        head = torch.tensor(
-            [sums.loss, sums.weight, float(sums.tokens)], dtype=torch.float64, device=self.accelerator.device
-        )
-        flat = self.accelerator.reduce(torch.cat([head, *(row.double() for row in rows)]), reduction="sum")
-        sums.loss, sums.weight, sums.tokens = float(flat[0]), float(flat[1]), int(flat[2])
-        sums.hits_K, sums.count_K, *terms = flat[3:].view(-1, k)
-        sums.terms_K = dict(zip(names, terms, strict=True))
-
-    def _check(self, step: int, sums: StepSums) -> None:
+    def _check(self, step: int, sums: StepTotals) -> None:
         if sums.weight == 0:
             raise RunError(
                 f"no position counts in the batch of step {step + 1}: the loss mask of its documents is all zero, or "
@@ -226,8 +219,8 @@ class Trainer:
             )
         if not math.isfinite(sums.loss):
             raise RunError(
-                f"the loss is not finite at step {step + 1}: lower trainer.learning_rate, or check the states with "
-                f"`spectrain capture` "
+                f"the loss is not finite at step {step + 1}: lower trainer.learning_rate, or check the hidden "
+                f"states with `spectrain capture` "
                 f"(epoch {self.sampler[step].epoch + 1}, {sums.tokens} tokens)"
             )
 
@@ -246,7 +239,7 @@ class Trainer:
 
         packed_length = options.trainer.packed_length
         result = simulate_heldout(
-            self.drafter, self.store, self.heldout, options.decoding, self.eos_ids, packed_length, most, advance
+            self.drafter, self.source, self.heldout, options.decoding, self.eos_ids, packed_length, most, advance
         )
         self.drafter.train()
         self._log(step, simulation_metrics(result, time.monotonic() - started))
@@ -260,7 +253,7 @@ class Trainer:
             return
         if self.accelerator.is_main_process:
             options, head = self.config, self.drafter.head
-            common = (self.store, self.all_heldout, options.decoding, self.eos_ids, options.trainer.packed_length)
+            common = (self.source, self.all_heldout, options.decoding, self.eos_ids, options.trainer.packed_length)
             found = calibrate_folder(self.paths.drafter, head, self.accelerator.device, *common)
             if found:
                 self._log(step, found)
@@ -309,8 +302,16 @@ class Trainer:
         if self.config.logger.trackers:
             self.accelerator.init_trackers(self.config.logger.project, config={"run": self.config.run.name})
 
-    def _step_metrics(self, step: int, sums: StepSums, seconds: float) -> dict[str, Any]:
-        assert sums.count_K is not None and sums.hits_K is not None
+    def _note(self, made: Step) -> str:
+        """Beside the progress bar."""
+        best = self.best["acceptance_length"]
+        parts = [f"loss {self.last_loss:.3f}", f"simulated τ {best:.3f}" if best > 0 else ""]
+        if made.data_wait_share > _WAIT_TO_MENTION:
+            parts.append(f"waiting for data {made.data_wait_share:.0%}")
+        return "  ".join(filter(None, parts))
+
+    def _step_metrics(self, step: int, made: Step) -> dict[str, Any]:
+        sums = made.sums
         count_K = sums.count_K.clamp(min=1)
         return {
             "epoch": self.sampler[step].epoch + 1,
@@ -319,7 +320,8 @@ class Trainer:
             "accuracy_per_step": (sums.hits_K / count_K).tolist(),
             "positions": int(sums.count_K[0]),
             "lr": self.optimizers[-1].param_groups[0]["lr"],
-            "tokens_per_s": sums.tokens / seconds,
+            "tokens_per_s": sums.tokens / made.seconds,
+            "data_wait_share": made.data_wait_share,
         }
 
     def _log(self, step: int, values: dict[str, Any]) -> None:

@@ -23,11 +23,11 @@ import torch
 from spectrain.data.hidden_states import StoredHiddenStates, StoreMeta, TargetStates, bytes_per_token
 from spectrain.data.hidden_states_writer import HiddenStatesWriter
 
-HIDDEN, TAPS, LENGTHS = 576, (2, 15, 27), range(100, 700)
+HIDDEN, LAYERS, TAPS, LENGTHS = 576, 30, (2, 15, 27), range(100, 700)
 
 
 def make_meta(dtype: str) -> StoreMeta:
-    return StoreMeta("bench", "0", "0", "0", "0", TAPS, HIDDEN, dtype)
+    return StoreMeta("bench", "0", "0", "0", "0", TAPS, HIDDEN, LAYERS, dtype)
 
 
 def write_stores(folder: Path, total_bytes: int) -> tuple[list[int], dict[str, float]]:

@@ -88,7 +88,7 @@ def main() -> None:
         client.close()
         print(f"plain prefill     {tokens / plain_s:8,.0f} tokens/s")
 
-        meta = StoreMeta(resolved.id, resolved.revision, "", "", "", taps, spec.hidden_size, "float32")
+        meta = StoreMeta(resolved.id, resolved.revision, "", "", "", taps, spec.hidden_size, spec.num_layers, "float32")
         capturing = VLLMCapture(opened, engine, target, resolved, spec)
         with HiddenStatesWriter(folder / "hidden_states", meta) as writer:
             with capturing.running(capturing.plan(meta, 1 << 28), folder / "hidden_states", "capture", []) as (

@@ -22,7 +22,7 @@ from spectrain.config.schema import DecodingConfig, SpectrainConfig
 from spectrain.data.hidden_states import StoredHiddenStates, TargetStates
 
 OPTIONS = Options(reduced=True)
-TIMINGS = ("tokens_per_s", "simulation_s")
+TIMINGS = ("tokens_per_s", "data_wait_share", "simulation_s")
 
 
 def settings(optimizer: str) -> SpectrainConfig:

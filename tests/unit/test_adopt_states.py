@@ -27,11 +27,12 @@ from spectrain.errors import RunError
 TAPS = (1, 4)
 SAMPLING = Sampling(0.0, 1.0, 0, 8, 0)
 HEAD = random_head(dtype=torch.float32)
+DIGESTS = ("target", "target_revision", "config_digest", "tokenizer_digest", "template_digest")
 
 
 def make_meta(dtype: str = "float32", **changes: object) -> StoreMeta:
-    return StoreMeta(**({"target": "t", "target_revision": "r", "config_digest": "c", "tokenizer_digest": "k", "template_digest": "p"}  # noqa: E501
-                        | {"tap_ids": TAPS, "hidden_size": HIDDEN, "dtype": dtype} | changes))  # fmt: skip
+    fields = {"tap_ids": TAPS, "hidden_size": HIDDEN, "num_layers": 5, "dtype": dtype}
+    return StoreMeta(**(dict.fromkeys(DIGESTS, "x") | fields | changes))
 
 
 def make_response(number: int, length: int) -> Response:
@@ -107,6 +108,28 @@ def test_a_shard_whose_documents_are_all_wanted_becomes_part_of_the_store(tmp_pa
     session.remove()
     assert_stored(StoredHiddenStates(tmp_path), responses)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["index.json", "shard-00000.safetensors"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_log_normalizers_are_found_where_the_last_hidden_state_is_a_tap(tmp_path: Path, dtype: str) -> None:
+    """The connector copies such a layer once, and shards hold it once; one unwanted document, so that they are
+    rewritten.
+    """
+    responses = [make_response(n, 5 + n) for n in range(3)]
+    contents: list[list[torch.Tensor]] = []
+    for tap_ids, taps in (((1, 3), slice(0, 2)), ((1, 3, 5), slice(0, 3))):
+        meta, folder = make_meta(dtype, tap_ids=tap_ids), tmp_path / str(len(tap_ids))
+        session = Session(folder, meta)
+        documents = [document(response, taps=captured(response)[:, taps]) for response in responses]
+        path = leave_shard(session.folder, meta, documents)
+        writer, adopting = adopter(folder, responses[:2], meta)
+        assert adopting.adopt(path) == 5 + 6
+        writer.close()
+        store = StoredHiddenStates(folder)
+        contents.append([value for d in store for value in (d.taps[:, :2], d.last_hidden, d.log_normalizer)])
+    assert len(contents[0]) == 6
+    for apart, once in zip(*contents, strict=True):
+        torch.testing.assert_close(once, apart, rtol=0, atol=0, equal_nan=True)
 
 
 def test_leftovers_are_adopted_document_by_document(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from spectrain.data.hidden_states import (
     STATE_DTYPES,
@@ -29,7 +30,8 @@ from spectrain.data.hidden_states import (
 from spectrain.data.hidden_states_writer import HiddenStatesWriter
 from spectrain.errors import InputError, RunError
 
-HIDDEN, TAPS = 16, (0, 3)
+HIDDEN, LAYERS, TAPS = 16, 4, (0, 3)
+LAST_IS_A_TAP = {"tap_ids": (1, LAYERS)}
 
 
 def make_meta(dtype: str = "float32", **changes: object) -> StoreMeta:
@@ -40,7 +42,9 @@ def make_meta(dtype: str = "float32", **changes: object) -> StoreMeta:
         "tokenizer_digest": "t",
         "template_digest": "p",
     }
-    return StoreMeta(**(fields | {"tap_ids": TAPS, "hidden_size": HIDDEN, "dtype": dtype} | changes))
+    return StoreMeta(
+        **(fields | {"tap_ids": TAPS, "hidden_size": HIDDEN, "num_layers": LAYERS, "dtype": dtype} | changes)
+    )
 
 
 def make_states(number: int, length: int, dtype: str = "float32") -> TargetStates:
@@ -71,10 +75,19 @@ def shard_of_tokens(meta: StoreMeta, tokens: int) -> int:
     return bytes_per_token(meta) * tokens
 
 
+def with_last_tap(states: TargetStates) -> TargetStates:
+    """The last hidden state is the second tap."""
+    return dataclasses.replace(states, last_hidden=states.taps[:, 1].clone())
+
+
+@pytest.mark.parametrize("last", [{}, LAST_IS_A_TAP], ids=["apart", "last layer is a tap"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_float_states_come_back_bit_for_bit_in_the_order_of_keys(tmp_path: Path, dtype: str) -> None:
-    meta = make_meta(dtype)
+def test_float_states_come_back_bit_for_bit_in_the_order_of_keys(
+    tmp_path: Path, dtype: str, last: dict[str, object]
+) -> None:
+    meta = make_meta(dtype, **last)
     documents = [make_states(number, length, dtype) for number, length in [(4, 7), (1, 12), (3, 1), (2, 30), (0, 9)]]
+    documents = [with_last_tap(states) for states in documents] if last else documents
     with HiddenStatesWriter(tmp_path, meta, shard_of_tokens(meta, 20)) as writer:
         for states in documents:
             writer.add(states)
@@ -115,6 +128,25 @@ def test_reading_takes_views_of_the_map(tmp_path: Path) -> None:
     store.verify_checksums()
 
 
+def test_a_last_hidden_state_that_is_a_tap_is_stored_once_and_read_as_a_view(tmp_path: Path) -> None:
+    states, meta = with_last_tap(make_states(0, 50)), make_meta(**LAST_IS_A_TAP)
+    assert bytes_per_token(make_meta()) - bytes_per_token(meta) == HIDDEN * 4
+    with HiddenStatesWriter(tmp_path, meta) as writer:
+        writer.add(states)
+    found = StoredHiddenStates(tmp_path)[0]
+    assert found.last_hidden.data_ptr() == found.taps[:, 1].data_ptr()
+    with safe_open(tmp_path / "shard-00000.safetensors", framework="pt") as shard:
+        assert "last_hidden" not in set(shard.keys()) and tuple(shard.get_slice("taps").get_shape()) == (50, 2, HIDDEN)
+
+
+def test_a_last_layers_tap_that_is_not_the_last_hidden_state_is_not_stored(tmp_path: Path) -> None:
+    with (
+        HiddenStatesWriter(tmp_path, make_meta(**LAST_IS_A_TAP)) as writer,
+        pytest.raises(ValueError, match="key-000: tap 4 is not the last hidden state"),
+    ):
+        writer.add(make_states(0, 5))
+
+
 def test_a_store_can_be_sent_to_another_process(tmp_path: Path) -> None:
     with HiddenStatesWriter(tmp_path, make_meta()) as writer:
         writer.add(make_states(0, 5))
@@ -123,14 +155,19 @@ def test_a_store_can_be_sent_to_another_process(tmp_path: Path) -> None:
     assert_same(pickle.loads(pickle.dumps(store))[0], make_states(0, 5))
 
 
-def test_int8_keeps_every_row_although_an_attention_sink_stands_beside_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("last", [{}, LAST_IS_A_TAP], ids=["apart", "last layer is a tap"])
+def test_int8_keeps_every_row_although_an_attention_sink_stands_beside_it(
+    tmp_path: Path, last: dict[str, object]
+) -> None:
     states = make_states(0, 64)
     taps, last_hidden = states.taps * 6, states.last_hidden * 6
     taps[0] *= 24894 / taps[0].abs().amax(dim=-1, keepdim=True)
     last_hidden[0] *= 24894 / last_hidden[0].abs().max()
     last_hidden[5] = 0
+    if last:
+        taps[:, 1] = last_hidden
     states = dataclasses.replace(states, taps=taps, last_hidden=last_hidden)
-    with HiddenStatesWriter(tmp_path, make_meta("int8")) as writer:
+    with HiddenStatesWriter(tmp_path, make_meta("int8", **last)) as writer:
         writer.add(states)
     found = StoredHiddenStates(tmp_path)[0]
     for ours, wanted in ((found.taps, taps), (found.last_hidden, last_hidden)):
@@ -250,6 +287,7 @@ def test_files_may_be_read_by_whom_the_umask_allows(tmp_path: Path) -> None:
     [
         ("target_revision", "r2"),
         ("tap_ids", (1, 3)),
+        ("num_layers", 5),
         ("template_digest", "x"),
         ("tokenizer_digest", "x"),
         ("dtype", "bfloat16"),
@@ -309,12 +347,24 @@ def test_one_changed_byte_is_found_by_the_checksum(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", ["{", "[]", '{"meta": {"schema_version": 99}}', '{"meta": {"schema_version": 1}, "shards": []}']
+    "content", ["{", "[]", '{"meta": {"schema_version": 99}}', '{"meta": {"schema_version": 2}, "shards": []}']
 )
 def test_a_broken_index_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "index.json").write_text(content)
     with pytest.raises(InputError, match=r"index\.json"):
         StoredHiddenStates(tmp_path)
+
+
+def test_a_store_of_an_older_schema_is_captured_again(tmp_path: Path) -> None:
+    with HiddenStatesWriter(tmp_path, make_meta()) as writer:
+        writer.add(make_states(0, 5))
+    index = json.loads((tmp_path / "index.json").read_text())
+    assert index["meta"].pop("schema_version") == 2
+    del index["meta"]["num_layers"]  # what version 1 did not have
+    (tmp_path / "index.json").write_text(json.dumps(index | {"meta": index["meta"] | {"schema_version": 1}}))
+    with pytest.raises(InputError, match=r"index\.json has schema version 1.*capture again") as error:
+        StoredHiddenStates(tmp_path)
+    assert error.value.exit_code == 2
 
 
 def test_a_folder_without_states_says_what_to_run(tmp_path: Path) -> None:

@@ -70,8 +70,9 @@ class Bench:
         return VLLMCapture(self.open, self.engine, self.config, self.resolved, self.target.spec)
 
     def meta(self, dtype: str = "float32") -> StoreMeta:
+        spec = self.target.spec
         return StoreMeta(
-            self.resolved.id, self.resolved.revision, "c", "t", "p", self.taps, self.target.spec.hidden_size, dtype
+            self.resolved.id, self.resolved.revision, "c", "t", "p", self.taps, spec.hidden_size, spec.num_layers, dtype
         )
 
     def captured(self, responses: list[Response], name: str, dtype: str = "float32") -> StoredHiddenStates:

@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from spectrain.data.hidden_states import ShardFile, StoredDocument, StoreMeta, TargetStates, dequantize, token_layout
+from spectrain.data.hidden_states import ShardFile, StoredDocument, StoreMeta, TargetStates, token_layout
 from spectrain.data.hidden_states_shard import write_shard
 from spectrain.data.hidden_states_writer import HiddenStatesWriter, is_finite
 from spectrain.data.responses import Response
@@ -95,7 +95,7 @@ class Session:
         self.arrived()
         shard = ShardFile.unlisted(path, self.meta)
         for document in shard.documents(0):
-            yield _document_states(shard, document, self.meta)
+            yield dataclasses.replace(shard.states(document), log_normalizer=None)
         path.unlink()
 
     def remove(self) -> None:
@@ -177,23 +177,9 @@ class Adopter:
         normalizer_T = torch.full(needed_T.shape, torch.nan)
         weight = self._head.lm_head_weight
         for positions_C in needed_T.nonzero()[:, 0].split(_CHUNK_TOKENS):
-            hidden_CH = tensors["last_hidden"][positions_C]
-            if "last_hidden_scale" in tensors:
-                hidden_CH = dequantize(hidden_CH, tensors["last_hidden_scale"][positions_C])
+            hidden_CH = shard.last_hidden(positions_C)
             normalizer_T[positions_C] = self._head.log_normalizer(hidden_CH.to(weight.device, weight.dtype)).cpu()
         return normalizer_T
-
-
-def _document_states(shard: ShardFile, document: StoredDocument, meta: StoreMeta) -> TargetStates:
-    rows = slice(document.start, document.start + document.length)
-    part = {name: shard.tensors()[name][rows] for name in token_layout(meta)}
-    if meta.dtype == "int8":
-        for name in ("taps", "last_hidden"):
-            part[name] = dequantize(part[name], part[f"{name}_scale"])
-    fields = ("input_ids", "loss_mask", "taps", "last_hidden")
-    return TargetStates(
-        **{name: part[name] for name in fields}, log_normalizer=None, key=document.key, split=document.split
-    )
 
 
 def _check_finite(shard: ShardFile, documents: Sequence[StoredDocument]) -> None:

@@ -181,7 +181,8 @@ class VLLMCapture:
         """The same without a store: one document at a time, with log-normalizer. ``folder``: where shards may lie
         meanwhile.
         """
-        meta = StoreMeta(self._resolved.id, self._resolved.revision, "", "", "", tap_ids, self._spec.hidden_size, dtype)
+        hidden, layers = self._spec.hidden_size, self._spec.num_layers
+        meta = StoreMeta(self._resolved.id, self._resolved.revision, "", "", "", tap_ids, hidden, layers, dtype)
         plan = self.plan(meta, 1 << 28)
         with self.running(plan, folder, "capture", map(_name_and_ids, responses)) as (client, session):
             if self._stock:

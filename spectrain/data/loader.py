@@ -1,0 +1,131 @@
+"""From hidden states to packed batches, ahead of the trainer: torch's ``DataLoader`` over a source of documents.
+
+What a batch consists of is decided by the trainer (``BatchRequest``), so workers carry a source of hidden states and
+nothing else; any number of them gives the same batches in the same order, bit for bit. Requests are taken one by one
+from an iterator: a training that goes on in the middle of an epoch begins there and reads nothing of what came before.
+
+Workers are spawned, not forked: they import torch and this package's data modules, and hold neither the target nor
+anything that lives on a device. Each takes about two seconds to start, once a training, and sends its batches through
+shared memory (/dev/shm). With 0 workers batches are made when they are asked for, in the trainer's own process.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from spectrain.data.hidden_states import HiddenStateSource
+from spectrain.data.packing import Draw, PackedBatch, pack_batch
+from spectrain.errors import RunError
+
+_DEAD_WORKER = re.compile(r"DataLoader worker \(pid")  # how torch's messages about it begin
+
+
+@dataclass(frozen=True)
+class BatchRequest:
+    """Documents of one micro-batch, by their numbers in the source; each is cut at ``max_tokens``."""
+
+    documents: tuple[int, ...]
+    max_tokens: int
+    draw: Draw | None = None
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """Why there is no batch, in words: exceptions do not always survive the way to another process."""
+
+    message: str
+
+
+class _Batches(Dataset[PackedBatch | _Failure]):
+    """Packed batches by request: what a worker holds."""
+
+    def __init__(self, source: HiddenStateSource) -> None:
+        self._source = source
+
+    def __getitem__(self, request: BatchRequest) -> PackedBatch | _Failure:
+        documents = []
+        for number in request.documents:
+            try:
+                documents.append(self._source[number])
+            except Exception as error:  # whatever a source raises: the trainer must hear of it, with the document
+                what = str(error) or type(error).__name__
+                return _Failure(f"the hidden states of document {self._source.keys[number]} cannot be read: {what}")
+        try:
+            return pack_batch(documents, request.max_tokens, request.draw)
+        except Exception as error:
+            keys = ", ".join(document.key for document in documents)
+            return _Failure(f"no batch can be made of the hidden states of {keys}: {error}")
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+class BatchLoader:
+    """An iterator of the batches of ``requests``, on the CPU (in pinned memory where ``device`` is a CUDA device).
+
+    Use as a context manager: workers end with it. ``waited_s``: seconds that the caller has waited for batches so far.
+    Raises ``RunError`` for a document that cannot be read; and for a worker that was killed, whatever the trainer is
+    doing at that moment.
+    """
+
+    def __init__(
+        self,
+        source: HiddenStateSource,
+        requests: Iterable[BatchRequest],
+        device: torch.device,
+        workers: int = 0,
+        prefetch: int = 2,
+    ) -> None:
+        """``prefetch``: batches that every worker makes ahead."""
+        loader = DataLoader(
+            _Batches(source),
+            batch_size=None,
+            sampler=requests,  # each request goes to the dataset as its index
+            num_workers=workers,
+            prefetch_factor=prefetch if workers else None,
+            multiprocessing_context="spawn" if workers else None,
+            collate_fn=_as_it_is,
+            pin_memory=device.type == "cuda",
+            # Without one of its own, torch would draw the workers' seed from the random stream of the process.
+            generator=torch.Generator(),
+        )
+        # One pass over all steps, so the same workers serve a training from its beginning to its end.
+        self._batches: Iterator[PackedBatch | _Failure] = iter(loader)
+        self.waited_s = 0.0
+
+    def __iter__(self) -> BatchLoader:
+        return self
+
+    def __next__(self) -> PackedBatch:
+        started = time.perf_counter()
+        batch = next(self._batches)
+        self.waited_s += time.perf_counter() - started
+        if isinstance(batch, _Failure):
+            raise RunError(batch.message)
+        return batch
+
+    def __enter__(self) -> BatchLoader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        batches, self._batches = self._batches, iter(())
+        # Without this call workers end when the iterator is collected, which the frames of an exception put off.
+        getattr(batches, "_shutdown_workers", lambda: None)()
+        # Torch tells of a dead worker by an exception in the main thread, from a signal handler or while it waits.
+        if isinstance(error, RuntimeError) and _DEAD_WORKER.match(str(error)):
+            reason = str(error).splitlines()[0].strip()
+            raise RunError(
+                f"a worker that makes batches of hidden states has died ({reason}), most likely because memory ran out "
+                f"(the machine's or that of /dev/shm): lower trainer.loader_workers; 0 makes batches without workers"
+            ) from error
