@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, field
 
 import torch
-from reference import HeadTwin, rms_norm, turn
+from reference import HeadReference, rms_norm, turn
 from torch import Tensor
 
 
@@ -28,11 +28,11 @@ class BlockDraft:
 
 
 @dataclass(frozen=True)
-class BlockTwin:
+class BlockReference:
     """A block drafter from its checkpoint: tensors by their names there, and the fields of its config.json."""
 
     tensors: dict[str, Tensor]
-    head: HeadTwin
+    head: HeadReference
     draft_ids: list[int]
     num_layers: int
     num_heads: int

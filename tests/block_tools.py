@@ -7,11 +7,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-from block_reference import BlockTwin
+from block_reference import BlockReference
 from drafter_tools import EPS, HIDDEN, THETA, Options, head_reference, random_head, random_vocab
 from torch import Tensor
 
-from spectrain.config.drafter_schema import BlockConfig, LossConfig
+from spectrain.config.drafter_schema import BlockConfig, DrafterConfig, DSparkConfig, LossConfig
 from spectrain.drafters.block.block_drafter import BlockDrafter
 from spectrain.drafters.block.block_shape import BlockShape, ConvShape, MarkovShape, SelectorShape
 from spectrain.drafters.layers import LayerShape
@@ -39,9 +39,20 @@ class BlockOptions:
     conv: int | None = None  # kernel size
     selector: int | None = None  # top_k
     family: str = "llama"
-    options: BlockConfig = field(default_factory=BlockConfig)
+    block: BlockConfig = field(default_factory=BlockConfig)
+    dspark: DSparkConfig = field(default_factory=DSparkConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     attention: str = "auto"
+
+    @property
+    def config(self) -> DrafterConfig:
+        return DrafterConfig(
+            method=self.method,
+            block=self.block,
+            dspark=self.dspark,
+            loss=self.loss,
+            attention=self.attention,  # type: ignore[arg-type]
+        )
 
     @property
     def name(self) -> str:
@@ -110,7 +121,7 @@ def random_block_drafter(
     head = head or random_head(options.family, dtype=dtype)
     vocab = random_vocab(Options(reduced=options.reduced), head.vocab_size)
     shape = block_shape(options, head.vocab_size, len(vocab.ids_D))
-    drafter = BlockDrafter(shape, vocab, options.options, options.loss, options.attention).to(dtype)
+    drafter = BlockDrafter(shape, vocab, options.config).to(dtype)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in sorted(drafter.named_parameters()):
@@ -125,10 +136,10 @@ def random_block_drafter(
     return drafter
 
 
-def block_reference_of(drafter: BlockDrafter) -> BlockTwin:
+def block_reference_of(drafter: BlockDrafter) -> BlockReference:
     """A reference implementation with weights of its own: float64 leaves that gather gradients."""
     shape = drafter.shape
-    return BlockTwin(
+    return BlockReference(
         tensors={
             name: tensor.detach().double().clone().requires_grad_() for name, tensor in block_tensors(drafter).items()
         },

@@ -15,20 +15,20 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from accelerate.state import AcceleratorState
-from reference import Eagle3Twin, HeadTwin, TwinDocument
+from reference import Eagle3Reference, HeadReference, PlainDocument
 from torch import Tensor
 
-from spectrain.config.drafter_schema import LossConfig
+from spectrain.config.drafter_schema import AutoregressiveConfig, DrafterConfig, LossConfig
 from spectrain.config.schema import DecodingConfig, SpectrainConfig, TrainerConfig
 from spectrain.data.hidden_states import StoredHiddenStates, StoreMeta, TargetStates
 from spectrain.data.hidden_states_writer import HiddenStatesWriter
 from spectrain.data.packing import PackedBatch, pack_batch
 from spectrain.data.vocab import DraftVocab, full_vocab
-from spectrain.drafters.autoregressive import eagle3_drafter as drafter_module
+from spectrain.drafters.autoregressive import autoregressive_drafter as drafter_module
 from spectrain.drafters.autoregressive.eagle3 import Eagle3, Eagle3Shape
 from spectrain.drafters.autoregressive.unroll import Columns
 from spectrain.drafters.layers import LayerShape
-from spectrain.drafters.losses.fused import draft_loss
+from spectrain.drafters.losses import draft_loss
 from spectrain.target.families import FAMILIES, HeadMath
 from spectrain.target.head import TargetHead
 from spectrain.training.trainer import FitPaths, FitResult, Trainer
@@ -54,8 +54,17 @@ class Options:
     norm_output: bool = False
     family: str = "llama"
     steps: int = 3
+    step_decay: float = 0.8
     attention: str = "auto"
     loss: LossConfig = field(default_factory=LossConfig)
+
+    @property
+    def config(self) -> DrafterConfig:
+        return DrafterConfig(
+            loss=self.loss,
+            attention=self.attention,  # type: ignore[arg-type]
+            autoregressive=AutoregressiveConfig(ttt_steps=self.steps, step_decay=self.step_decay),
+        )
 
     @property
     def name(self) -> str:
@@ -104,10 +113,10 @@ def random_head(
     return TargetHead(math, embed_VH.to(dtype), norm_H.to(dtype), (lm_head_VH * 0.6).to(dtype))
 
 
-def head_reference(head: TargetHead) -> HeadTwin:
+def head_reference(head: TargetHead) -> HeadReference:
     """The same head by the numbers that act, for the two families used here."""
     gemma = head.math.soft_cap is not None
-    return HeadTwin(
+    return HeadReference(
         embed_VH=head.embed_weight.double(),
         gain_H=head.norm_weight.double() + (1.0 if gemma else 0.0),
         lm_head_VH=head.lm_head_weight.double(),
@@ -157,7 +166,7 @@ def random_drafter(
         fc_norm=options.fc_norm,
         norm_output=options.norm_output,
     )
-    drafter = Eagle3(shape, vocab, steps=options.steps, loss=options.loss, attention=options.attention).to(dtype)
+    drafter = Eagle3(shape, vocab, options.config).to(dtype)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for _, parameter in sorted(drafter.named_parameters()):
@@ -172,10 +181,10 @@ def tensors_of(drafter: Eagle3) -> dict[str, Tensor]:
     return {name.removeprefix("body."): parameter for name, parameter in drafter.named_parameters()}
 
 
-def reference_of(drafter: Eagle3) -> Eagle3Twin:
+def reference_of(drafter: Eagle3) -> Eagle3Reference:
     """A reference implementation with weights of its own: float64 leaves that gather gradients."""
     shape = drafter.shape
-    return Eagle3Twin(
+    return Eagle3Reference(
         tensors={
             name: tensor.detach().double().clone().requires_grad_() for name, tensor in tensors_of(drafter).items()
         },
@@ -226,8 +235,8 @@ def random_document(
     )
 
 
-def as_reference_document(states: TargetStates) -> TwinDocument:
-    return TwinDocument(
+def as_reference_document(states: TargetStates) -> PlainDocument:
+    return PlainDocument(
         states.input_ids.tolist(), states.loss_mask.tolist(), states.taps.double(), states.last_hidden.double()
     )
 
@@ -251,7 +260,7 @@ def students(drafter: Eagle3, batch: PackedBatch) -> dict[tuple[int, int], Tenso
         zip(("hidden_KUH", "lm_head_DH", "teacher", "target_U", "weight_KU"), spy.call_args.args, strict=False)
     )
     arguments |= spy.call_args.kwargs
-    columns = Columns.build(batch, drafter.steps)
+    columns = Columns.build(batch, drafter.training_steps)
     counted = [(int(t), k) for k, row in enumerate(columns.valid_KM) for t in columns.query_M[row]]
     teachers = sorted({t + 1 + k for t, k in counted})
     place = {position: u for u, position in enumerate(teachers)}

@@ -22,6 +22,7 @@ from small_targets import capture
 from tiny import VOCAB_SIZE, tiny_target, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
+from spectrain.config.drafter_schema import AutoregressiveConfig, DrafterConfig
 from spectrain.config.schema import EngineConfig, TargetConfig
 from spectrain.data.hidden_states import TargetStates
 from spectrain.data.packing import pack_batch
@@ -125,7 +126,7 @@ def train(family: Family, options: Options, steps: int = 35) -> Eagle3:
         fc_norm=options.fc_norm,
         norm_output=options.norm_output,
     )
-    drafter = Eagle3(shape, vocab, steps=DRAFTS)
+    drafter = Eagle3(shape, vocab, DrafterConfig(autoregressive=AutoregressiveConfig(ttt_steps=DRAFTS)))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for _, parameter in sorted(drafter.named_parameters()):

@@ -1,7 +1,7 @@
 """Independent reference implementations of the drafter and its losses: float64, written from the definitions, without
 caches, masks or batching.
 
-Nothing here imports the package. ``Eagle3Twin`` drafts as a server does (vLLM's llama_eagle3 model), token by token,
+Nothing here imports the package. ``Eagle3Reference`` drafts as a server does (vLLM's llama_eagle3 model), token by token,
 recomputing everything at each step; ``brute_force_loss`` is a loop over (document, column, step). Gradients come from
 autograd through the naive formulas.
 
@@ -36,7 +36,7 @@ def turn(x_Nd: Tensor, position: int, theta: float) -> Tensor:
 
 
 @dataclass(frozen=True)
-class HeadTwin:
+class HeadReference:
     """The two ends of the target. Gain and soft-cap are the numbers that act, not as a family stores them; embeddings
     are plain rows, without a family's scale, since that is what a server lends to a drafter."""
 
@@ -55,11 +55,11 @@ class HeadTwin:
 
 
 @dataclass(frozen=True)
-class Eagle3Twin:
+class Eagle3Reference:
     """EAGLE-3 from its checkpoint: tensors by their names there, and the switches of its config.json."""
 
     tensors: dict[str, Tensor]
-    head: HeadTwin
+    head: HeadReference
     draft_ids: list[int]  # target id of each draft id
     num_layers: int
     num_taps: int
@@ -216,7 +216,7 @@ class BruteForce:
 
 
 @dataclass(frozen=True)
-class TwinDocument:
+class PlainDocument:
     """One document as plain values."""
 
     ids: list[int]
@@ -226,7 +226,7 @@ class TwinDocument:
 
 
 def brute_force_loss(
-    reference: Eagle3Twin, documents: list[TwinDocument], steps: int, weights: dict[str, float], step_decay: float
+    reference: Eagle3Reference, documents: list[PlainDocument], steps: int, weights: dict[str, float], step_decay: float
 ) -> BruteForce:
     """Σ over documents, columns and steps of decay^k · Σ_terms coefficient · term, and what goes with it."""
     total = BruteForce(

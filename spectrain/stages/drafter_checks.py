@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _DRAFTER_FILES = ("config.json", "model.safetensors")
 _POLICY_KEYS = "decoding.draft_policy, suite.policies"
+_ANY_TAPS = (0,)  # for questions that taps do not decide: a folder may leave them to the target
 _CONFIDENCE_ADVICE = "use fixed, or train one with drafter=dspark"
 
 
@@ -46,9 +47,10 @@ def check_kind(config: SpectrainConfig, command: str, given: Set[str] = frozense
     _check_policies(config, command, method)
     most, wanted = method.max_drafts(config.drafter), config.decoding.num_speculative_tokens
     if command in ("fit", "run", "plan") and config.drafter.path is None and most is not None and wanted > most:
+        block = f" (drafter.block.block_size={config.drafter.block.block_size})" if "block" in method.sections else ""
         raise ConfigError(
-            f"decoding.num_speculative_tokens={wanted}: a drafter of this configuration gives {most} drafts a round "
-            f"(drafter.block.block_size={config.drafter.block.block_size}): lower the one or raise the other"
+            f"decoding.num_speculative_tokens={wanted}: a drafter of this configuration gives {most} drafts a round"
+            f"{block}: lower the one or raise the other"
         )
 
 
@@ -133,7 +135,7 @@ def check_confidence(folder: Path) -> None:
     """The drafter in a folder states its confidence."""
     from spectrain.drafters.drafter_folder import read_shape
 
-    if not read_shape(folder).has_confidence:
+    if not read_shape(folder, _ANY_TAPS).has_confidence:
         raise ConfigError(
             f"{_POLICY_KEYS}: the drafter in {folder} has no confidence head to draft by; {_CONFIDENCE_ADVICE}"
         )
@@ -143,7 +145,7 @@ def check_drafts(folder: Path, num_drafts: int) -> None:
     """The drafter in a folder gives as many drafts a round as are asked for."""
     from spectrain.drafters.drafter_folder import read_shape
 
-    most = read_shape(folder).max_drafts
+    most = read_shape(folder, _ANY_TAPS).max_drafts
     if most is not None and num_drafts > most:
         raise ConfigError(
             f"decoding.num_speculative_tokens={num_drafts}: the drafter in {folder} gives {most} a round, lower it"

@@ -49,7 +49,7 @@ LAYERS, TAPS, BLOCK, RANK = 2, 5, 8, 256
 
 
 def make_drafter(method: str, anchors: int, head: Any) -> Any:
-    from spectrain.config.drafter_schema import BlockConfig
+    from spectrain.config.drafter_schema import BlockConfig, DrafterConfig
     from spectrain.data.vocab import full_vocab
     from spectrain.drafters.block.block_drafter import BlockDrafter
     from spectrain.drafters.block.block_shape import BlockShape, MarkovShape
@@ -72,7 +72,7 @@ def make_drafter(method: str, anchors: int, head: Any) -> Any:
         confidence=spark,
         confidence_with_markov=spark,
     )
-    drafter = BlockDrafter(shape, full_vocab(VOCAB), BlockConfig(anchors=anchors))
+    drafter = BlockDrafter(shape, full_vocab(VOCAB), DrafterConfig(method=method, block=BlockConfig(anchors=anchors)))
     drafter.attach(head)
     return drafter
 
@@ -96,7 +96,7 @@ def reference_loss(drafter: Any, head: Any, batch: Any) -> torch.Tensor:
     from spectrain.drafters.block.anchors import draw_anchors
 
     body, shape = drafter.body, drafter.shape
-    anchor = draw_anchors(batch, drafter.options.anchors)
+    anchor = draw_anchors(batch, drafter.config.block.anchors)
     r, t = len(anchor), batch.num_tokens
     slots, places = torch.arange(BLOCK), torch.arange(shape.num_drafts)
     context = (torch.arange(t) < anchor[:, None]) & (batch.document_ids_T == batch.document_ids_T[anchor][:, None])
@@ -143,7 +143,7 @@ def needed_operations(drafter: Any, batch: Any) -> float:
     from spectrain.drafters.block.anchors import draw_anchors
     from spectrain.drafters.block.block_training import Counted
 
-    anchor = draw_anchors(batch, drafter.options.anchors)
+    anchor = draw_anchors(batch, drafter.config.block.anchors)
     counted = Counted.build(batch, anchor, drafter.shape.num_drafts)
     students, teachers, rows = len(counted.block_S), len(counted.teacher_U), len(anchor) * BLOCK
     q_size, kv_size = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM

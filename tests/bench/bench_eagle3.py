@@ -43,6 +43,7 @@ def make_head() -> Any:
 
 
 def make_drafter(draft_vocab: int, head: Any) -> Any:
+    from spectrain.config.drafter_schema import AutoregressiveConfig, DrafterConfig
     from spectrain.data.vocab import DraftVocab
     from spectrain.drafters.autoregressive.eagle3 import Eagle3, Eagle3Shape
     from spectrain.drafters.layers import LayerShape
@@ -50,7 +51,8 @@ def make_drafter(draft_vocab: int, head: Any) -> Any:
     rope = {"rope_type": "default", "rope_theta": 1e5}
     layer = LayerShape("llama", HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, 1e-5, rope, 8192)
     shape = Eagle3Shape(layer, 1, tuple(range(2, 2 + TAPS)), VOCAB, draft_vocab)
-    drafter = Eagle3(shape, DraftVocab(torch.arange(draft_vocab), VOCAB, 1.0), STEPS_K)
+    config = DrafterConfig(autoregressive=AutoregressiveConfig(ttt_steps=STEPS_K))
+    drafter = Eagle3(shape, DraftVocab(torch.arange(draft_vocab), VOCAB, 1.0), config)
     drafter.attach(head)
     return drafter
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from block_reference import BlockDraft, BlockTwin
+from block_reference import BlockDraft, BlockReference
 from block_tools import (
     BLOCK_VARIANTS,
     DFLASH2,
@@ -21,23 +21,23 @@ from block_tools import (
     random_block_drafter,
 )
 from drafter_tools import MASKS, VOCAB, as_reference_document, gradients, packed, random_document
-from reference import TwinDocument, loss_terms
+from reference import PlainDocument, loss_terms
 from test_block_training import KINDS, ahead, texts
 from torch import Tensor
 
-from spectrain.config.drafter_schema import BlockConfig, LossConfig
+from spectrain.config.drafter_schema import BlockConfig, DSparkConfig, LossConfig
 from spectrain.data.hidden_states import TargetStates
 from spectrain.data.packing import Draw, pack_batch
 from spectrain.drafters.block import block_training as training
 from spectrain.drafters.block.block_drafter import BlockDrafter
-from spectrain.drafters.losses import fused as losses
-from spectrain.drafters.losses.fused import LossSums
+from spectrain.drafters.losses import students as losses
+from spectrain.drafters.losses.students import LossSums
 
 EVERY_LOSS = {"ce": 0.3, "kl": 0.7, "tv": 1.1, "lk": 0.5}
 
 
 def with_loss(options: BlockOptions, weights: dict[str, float], **block: object) -> BlockOptions:
-    return replace(options, loss=LossConfig(weights=weights), options=BlockConfig(**block))  # type: ignore[arg-type]
+    return replace(options, loss=LossConfig(weights=weights), block=BlockConfig(**block))  # type: ignore[arg-type]
 
 
 @dataclass
@@ -51,11 +51,11 @@ class Sums:
     count: list[int]
 
 
-def brute_force(reference: BlockTwin, documents: list[TwinDocument], n: int, options: BlockOptions) -> Sums:
+def brute_force(reference: BlockReference, documents: list[PlainDocument], n: int, options: BlockOptions) -> Sums:
     """Σ over documents, anchors and drafts of weight · Σ_terms coefficient · term, with autograd through the naive
     formulas.
     """
-    weights, block = options.loss.weights, options.options
+    weights = options.loss.weights
     names = [*weights, *(["confidence"] if options.confidence else [])]
     total = Sums(torch.zeros((), dtype=torch.float64), 0.0, {name: [0.0] * n for name in names}, [0] * n, [0] * n)
     for document in documents:
@@ -63,21 +63,21 @@ def brute_force(reference: BlockTwin, documents: list[TwinDocument], n: int, opt
         for a in range(len(document.ids)):
             counted = min(n, ahead(document.mask, a))
             if counted:
-                one_block(reference, document, distributions, a, counted, n, weights, block, total)
+                one_block(reference, document, distributions, a, counted, n, options, total)
     return total
 
 
 def one_block(
-    reference: BlockTwin,
-    document: TwinDocument,
+    reference: BlockReference,
+    document: PlainDocument,
     distributions: list[Tensor],
     a: int,
     counted: int,
     n: int,
-    weights: dict[str, float],
-    block: BlockConfig,
+    options: BlockOptions,
     total: Sums,
 ) -> None:
+    weights, block, dspark = options.loss.weights, options.block, options.dspark
     forced = (document.ids + [0] * n)[a + 1 : a + 1 + n]
     draft = reference.draft(document.ids[: a + 1], document.taps_SAH, n, drafts=forced)
     overlaps = [torch.minimum(draft.log_probs[k].exp(), distributions[a + k]).sum() for k in range(counted)]
@@ -107,14 +107,14 @@ def one_block(
                     total.terms[name][k] += float(term.detach()) if place == 0 else 0.0
         if draft.confidence:
             entropy = cross_entropy(
-                reference, draft, document, a, k, float(overlaps[k].detach()), block.confidence_detach
+                reference, draft, document, a, k, float(overlaps[k].detach()), dspark.confidence_detach
             )
-            total.loss = total.loss + weight * block.confidence_weight * entropy
+            total.loss = total.loss + weight * dspark.confidence_weight * entropy
             total.terms["confidence"][k] += float(entropy.detach())
 
 
 def cross_entropy(
-    reference: BlockTwin, draft: BlockDraft, document: TwinDocument, a: int, k: int, goal: float, detach: bool
+    reference: BlockReference, draft: BlockDraft, document: PlainDocument, a: int, k: int, goal: float, detach: bool
 ) -> Tensor:
     """Of the confidence against the acceptance probability; detached: only the confidence head's own tensors have a
     gradient.
@@ -177,9 +177,9 @@ def test_without_stored_normalisers_the_same(options: BlockOptions) -> None:
 
 @pytest.mark.parametrize("with_markov", [False, True])
 def test_confidence_can_train_the_backbone(with_markov: bool) -> None:
-    options = replace(DSPARK, confidence_with_markov=with_markov)
-    block = {"confidence_detach": False, "confidence_weight": 0.6}
-    assert_equals_brute_force(with_loss(options, {"tv": 1.0}, **block), masks=("0011111", "110111"))
+    dspark = DSparkConfig(confidence_detach=False, confidence_weight=0.6)
+    options = replace(DSPARK, confidence_with_markov=with_markov, dspark=dspark)
+    assert_equals_brute_force(with_loss(options, {"tv": 1.0}), masks=("0011111", "110111"))
 
 
 def test_confidence_loss_is_least_where_the_head_says_the_chance_of_acceptance() -> None:

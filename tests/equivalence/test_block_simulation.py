@@ -19,7 +19,7 @@ from drafter_tools import MemoryStore, as_dtype, fit, trainer_config
 from scipy.stats import chi2
 from small_targets import capture, random_target
 
-from spectrain.config.drafter_schema import BlockConfig, DrafterConfig, LossConfig
+from spectrain.config.drafter_schema import BlockConfig, DFlash2Config, DrafterConfig, DSparkConfig, LossConfig
 from spectrain.config.schema import DecodingConfig
 from spectrain.data.hidden_states import TargetStates
 from spectrain.data.packing import pack_batch
@@ -37,14 +37,17 @@ VOCAB, TAPS, EOS, MASK = 20, (1, 2, 3), 7, 3
 HOT = SamplingParams(temperature=1.0)
 KINDS = {
     "dflash": DrafterConfig("dflash", block=BlockConfig(block_size=5), draft_vocab_size=15),
-    "dspark": DrafterConfig("dspark", block=BlockConfig(block_size=4, markov_rank=8)),
+    "dspark": DrafterConfig("dspark", block=BlockConfig(block_size=4), dspark=DSparkConfig(markov_rank=8)),
     "dspark, rnn, window": DrafterConfig(
         "dspark",
         num_layers=2,
-        block=BlockConfig(block_size=4, markov="rnn", markov_rank=8, sliding_window=6, sample_from_anchor=False),
+        block=BlockConfig(block_size=4, sliding_window=6),
+        dspark=DSparkConfig(markov="rnn", markov_rank=8, sample_from_anchor=False),
     ),
     "dflash2": DrafterConfig(
-        "dflash2", block=BlockConfig(block_size=5, conv_kernel_size=3, selector_rank=8, selector_top_k=6)
+        "dflash2",
+        block=BlockConfig(block_size=5),
+        dflash2=DFlash2Config(conv_kernel_size=3, selector_rank=8, selector_top_k=6),
     ),
 }
 
@@ -94,7 +97,8 @@ def setting(
     config = replace(KINDS[request.param], taps=TAPS, loss=LossConfig(weights={"kl": 1.0}))
     head = TargetHead.from_checkpoint(folder, dtype=torch.float64)
     vocab = build_vocab(((d.input_ids.numpy(), d.loss_mask.numpy()) for d in documents), config.draft_vocab_size, VOCAB)
-    drafter = build_drafter(config, model.spec, vocab, head, folder, mask_token_id=MASK).double()
+    config = replace(config, block=replace(config.block, mask_token_id=MASK))
+    drafter = build_drafter(config, model.spec, vocab, head, folder).double()
     drafter.attach(head)
     store = MemoryStore([as_dtype(d, torch.float64) for d in documents])
     fit(

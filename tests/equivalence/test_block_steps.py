@@ -22,7 +22,7 @@ from spectrain.data.hidden_states import TargetStates
 from spectrain.training.trainer import Trainer
 
 FEW = BlockConfig(anchors=6)
-KINDS = [BlockOptions(reduced=True, options=FEW), replace(DSPARK, options=FEW), replace(DFLASH2, options=FEW)]
+KINDS = [BlockOptions(reduced=True, block=FEW), replace(DSPARK, block=FEW), replace(DFLASH2, block=FEW)]
 DECODING = DecodingConfig(num_speculative_tokens=2)
 
 

@@ -12,7 +12,7 @@ import torch
 from decoders import BigramProposer, float64_target, prompts_of
 from test_sampled_loop import EOS, PROMPT, VOCAB, answer_probabilities, goodness_of_fit
 
-from spectrain.config.drafter_schema import BlockConfig, DrafterConfig
+from spectrain.config.drafter_schema import BlockConfig, DrafterConfig, DSparkConfig
 from spectrain.data.vocab import full_vocab
 from spectrain.decoding.confidence import survival
 from spectrain.decoding.draft_policy import ThresholdPolicy
@@ -115,8 +115,8 @@ def dspark(request, target, folder):
     """A DSpark drafter with weights large enough that its distributions and its confidences differ from position to
     position.
     """
-    block = BlockConfig(block_size=N, markov=request.param, markov_rank=4, mask_token_id=0)
-    config = DrafterConfig("dspark", taps=(0, 1), block=block, init="random")
+    block, dspark = BlockConfig(block_size=N, mask_token_id=0), DSparkConfig(markov=request.param, markov_rank=4)
+    config = DrafterConfig("dspark", taps=(0, 1), block=block, dspark=dspark, init="random")
     head = TargetHead.from_checkpoint(folder, dtype=torch.float64)
     drafter = build_drafter(config, target.spec, full_vocab(VOCAB), head, folder).double()
     generator = torch.Generator().manual_seed(0)

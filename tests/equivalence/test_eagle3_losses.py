@@ -5,6 +5,7 @@ every parameter.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -25,20 +26,20 @@ from reference import brute_force_loss
 from spectrain.config.drafter_schema import LossConfig
 from spectrain.data.hidden_states import TargetStates
 from spectrain.drafters.autoregressive.eagle3 import Eagle3
-from spectrain.drafters.losses import fused as losses
+from spectrain.drafters.losses import students as losses
 
 EVERY_LOSS = {"ce": 0.3, "kl": 0.7, "tv": 1.1, "lk": 0.5}
 MIXES = [{"ce": 1.0}, {"kl": 1.0}, {"tv": 1.0}, {"lk": 1.0}, {"ce": 0.1, "tv": 0.9}, EVERY_LOSS]
 
 
 def with_loss(options: Options, weights: dict[str, float], step_decay: float = 0.8, **changes: object) -> Options:
-    return Options(**{**vars(options), **changes, "loss": LossConfig(weights=weights, step_decay=step_decay)})
+    return replace(options, loss=LossConfig(weights=weights), step_decay=step_decay, **changes)  # type: ignore[arg-type]
 
 
-def assert_equals_brute_force(drafter: Eagle3, documents: Sequence[TargetStates], loss: LossConfig) -> None:
-    reference = reference_of(drafter)
+def assert_equals_brute_force(drafter: Eagle3, documents: Sequence[TargetStates], options: Options) -> None:
+    reference, loss = reference_of(drafter), options.loss
     expected = brute_force_loss(
-        reference, [as_reference_document(d) for d in documents], drafter.steps, loss.weights, loss.step_decay
+        reference, [as_reference_document(d) for d in documents], options.steps, loss.weights, options.step_decay
     )
     sums = drafter.train_losses(packed(documents))
     assert float(sums.loss.detach()) == pytest.approx(float(expected.loss.detach()), rel=1e-6)  # weights are float32
@@ -66,7 +67,7 @@ def assert_equals_brute_force(drafter: Eagle3, documents: Sequence[TargetStates]
 def test_every_variant_with_the_losses_together(options: Options) -> None:
     options = with_loss(options, EVERY_LOSS)
     drafter = random_drafter(options)
-    assert_equals_brute_force(drafter, random_documents(options, drafter.head), options.loss)
+    assert_equals_brute_force(drafter, random_documents(options, drafter.head), options)
 
 
 @pytest.mark.parametrize("reduced", [False, True], ids=["full", "reduced"])
@@ -75,14 +76,14 @@ def test_every_loss_alone(weights: dict[str, float], reduced: bool) -> None:
     options = with_loss(Options(), weights, step_decay=0.5, reduced=reduced)
     drafter = random_drafter(options)
     documents = random_documents(options, drafter.head, masks=("0011111", "0000", "110111"))
-    assert_equals_brute_force(drafter, documents, options.loss)
+    assert_equals_brute_force(drafter, documents, options)
 
 
 @pytest.mark.parametrize("reduced", [False, True], ids=["full", "reduced"])
 def test_without_stored_normalisers_the_same(reduced: bool) -> None:
     options = with_loss(Options(family="gemma2"), EVERY_LOSS, reduced=reduced)
     drafter = random_drafter(options)
-    assert_equals_brute_force(drafter, random_documents(options, None, masks=("0011111", "110111")), options.loss)
+    assert_equals_brute_force(drafter, random_documents(options, None, masks=("0011111", "110111")), options)
 
 
 def test_each_document_counts_by_itself() -> None:

@@ -35,7 +35,7 @@ def results(drafter: Eagle3, batch: PackedBatch) -> list[torch.Tensor]:
     losses.loss.backward()
     found = [losses.loss.detach(), *(tensor for _, tensor in sorted(gradients(drafter).items()))]
     for sampling in (GREEDY, SamplingParams(temperature=0.7)):
-        scores = drafter.score(batch, drafter.steps, sampling, sampling)
+        scores = drafter.score(batch, drafter.training_steps, sampling, sampling)
         found += [value for value in vars(scores).values() if isinstance(value, torch.Tensor)]
     return found
 

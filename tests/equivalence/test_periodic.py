@@ -12,7 +12,15 @@ import pytest
 from drafter_tools import MemoryStore, fit, trainer_config
 from small_targets import MOTIFS, PERIODIC_VOCAB, capture, periodic_target, periodic_text
 
-from spectrain.config.drafter_schema import BlockConfig, DrafterConfig, LossConfig
+from spectrain.config.drafter_schema import (
+    AutoregressiveConfig,
+    BlockConfig,
+    DFlash2Config,
+    DrafterConfig,
+    DSparkConfig,
+    Eagle3Config,
+    LossConfig,
+)
 from spectrain.data.packing import pack_batch
 from spectrain.data.vocab import build_vocab
 from spectrain.decoding.acceptance import acceptance
@@ -47,7 +55,12 @@ def test_the_target_speaks_in_periods(target: tuple[TargetModel, Path]) -> None:
     [
         ({"init": "random"}, {"learning_rate": 3e-3}),
         (
-            {"init": "closed_form", "draft_vocab_size": 21, "layer_type": "qwen3", "norm_output": True},
+            {
+                "init": "closed_form",
+                "draft_vocab_size": 21,
+                "layer_type": "qwen3",
+                "eagle3": Eagle3Config(norm_output=True),
+            },
             {"optimizer": "muon", "learning_rate": 3e-3, "muon_learning_rate": 3e-3},
         ),
         (
@@ -66,7 +79,8 @@ def test_the_target_speaks_in_periods(target: tuple[TargetModel, Path]) -> None:
                 "method": "dspark",
                 "init": "target",
                 "num_layers": 2,
-                "block": BlockConfig(block_size=N, anchors=160, markov_rank=8, sliding_window=20),
+                "block": BlockConfig(block_size=N, anchors=160, sliding_window=20),
+                "dspark": DSparkConfig(markov_rank=8),
             },
             {"learning_rate": 3e-3},
         ),
@@ -75,7 +89,8 @@ def test_the_target_speaks_in_periods(target: tuple[TargetModel, Path]) -> None:
                 "method": "dspark",
                 "init": "target",
                 "num_layers": 2,
-                "block": BlockConfig(block_size=N, anchors=160, markov="gated", markov_rank=8),
+                "block": BlockConfig(block_size=N, anchors=160),
+                "dspark": DSparkConfig(markov="gated", markov_rank=8),
             },
             {"learning_rate": 3e-3},
         ),
@@ -84,7 +99,8 @@ def test_the_target_speaks_in_periods(target: tuple[TargetModel, Path]) -> None:
                 "method": "dspark",
                 "init": "target",
                 "num_layers": 2,
-                "block": BlockConfig(block_size=N, anchors=160, markov="rnn", markov_rank=8),
+                "block": BlockConfig(block_size=N, anchors=160),
+                "dspark": DSparkConfig(markov="rnn", markov_rank=8),
             },
             {"learning_rate": 3e-3},
         ),
@@ -92,7 +108,8 @@ def test_the_target_speaks_in_periods(target: tuple[TargetModel, Path]) -> None:
             {
                 "method": "dflash2",
                 "init": "target",
-                "block": BlockConfig(block_size=N + 1, anchors=60, selector_rank=8, selector_top_k=4),
+                "block": BlockConfig(block_size=N + 1, anchors=60),
+                "dflash2": DFlash2Config(selector_rank=8, selector_top_k=4),
             },
             {"learning_rate": 3e-3},
         ),
@@ -111,7 +128,7 @@ def test_a_drafter_learns_it_and_the_loop_accepts_it(
     target: tuple[TargetModel, Path], tmp_path: Path, drafter_options: dict[str, Any], trainer_options: dict[str, Any]
 ) -> None:
     model, folder = target
-    config = DrafterConfig(taps=(1, 2, 3), ttt_steps=N, **drafter_options)
+    config = DrafterConfig(taps=(1, 2, 3), autoregressive=AutoregressiveConfig(ttt_steps=N), **drafter_options)
     prompts = [periodic_text(m, phase, 8 + phase % 3) for m, phase in STARTS]
     splits = ["heldout" if i % 5 == 4 else "train" for i in range(len(prompts))]
     documents = [

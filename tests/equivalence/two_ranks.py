@@ -48,7 +48,7 @@ def fresh_drafter(method: str) -> Drafter:
     return (
         random_drafter(OPTIONS)
         if method == "eagle3"
-        else random_block_drafter(replace(DSPARK, options=BlockConfig(anchors=6)))
+        else random_block_drafter(replace(DSPARK, block=BlockConfig(anchors=6)))
     )
 
 

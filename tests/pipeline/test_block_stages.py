@@ -15,18 +15,18 @@ from spectrain.evaluation.records import read_records
 
 METHODS = {
     "dflash": ["drafter=dflash", "drafter.block.block_size=5"],
-    "dspark": ["drafter=dspark", "drafter.block.block_size=4", "drafter.block.markov_rank=8"],
+    "dspark": ["drafter=dspark", "drafter.block.block_size=4", "drafter.dspark.markov_rank=8"],
     "dflash2": ["drafter=dflash2", "drafter.block.block_size=5", "drafter.draft_vocab_size=null"],
 }
 
 
 _OTHER_BLOCKS = (
-    "mask_token_id=7",
-    "sliding_window=4",
-    "block_size=5",
-    "markov=rnn",
-    "markov_rank=9",
-    "confidence=false",
+    "block.mask_token_id=7",
+    "block.sliding_window=4",
+    "block.block_size=5",
+    "dspark.markov=rnn",
+    "dspark.markov_rank=9",
+    "dspark.confidence=false",
 )
 
 
@@ -106,8 +106,16 @@ def test_a_mask_token_of_the_text_is_noted(arguments, finished, tmp_path, capsys
 
 def test_what_cannot_be_is_said_at_once(arguments, finished, tmp_path, capsys):
     cases = [
-        ("fit", [*METHODS["dflash"], "decoding.num_speculative_tokens=5"], "blocks of 5 slots give 4 drafts a round"),
-        ("fit", ["drafter=dflash", "drafter.ttt_steps=5"], "drafter.ttt_steps is an autoregressive drafter's"),
+        (
+            "fit",
+            [*METHODS["dflash"], "decoding.num_speculative_tokens=5"],
+            "gives 4 drafts a round (drafter.block.block_size=5)",
+        ),
+        (
+            "fit",
+            ["drafter=dflash", "drafter.autoregressive.ttt_steps=5"],
+            "drafter.method=dflash does not read drafter.autoregressive",
+        ),
         ("fit", ["drafter=dflash2"], "dflash2 drafts from the whole vocabulary"),
         ("fit", ["drafter=dspark", "drafter.block.mask_token_id=99999"], "outside the target's vocabulary"),
         (
@@ -123,8 +131,8 @@ def test_what_cannot_be_is_said_at_once(arguments, finished, tmp_path, capsys):
         *(
             (
                 "fit",
-                [f"drafter.path={finished / 'dspark' / 'drafter'}", "drafter=dspark", f"drafter.block.{setting}"],
-                "which stands",
+                [f"drafter.path={finished / 'dspark' / 'drafter'}", "drafter=dspark", f"drafter.{setting}"],
+                "which stays",
             )
             for setting in _OTHER_BLOCKS
         ),

@@ -20,7 +20,7 @@ def arguments(tmp_path_factory):
         "drafter=dspark",
         "drafter.num_layers=1",
         "drafter.block.block_size=4",
-        "drafter.block.markov_rank=8",
+        "drafter.dspark.markov_rank=8",
         "drafter.taps=[1,3,5]",
     ]
     return [

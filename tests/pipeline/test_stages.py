@@ -234,7 +234,7 @@ def test_training_goes_on_from_a_folder(arguments, finished, tmp_path, capsys):
     edit(half / "config.json", lambda config: config.update(eagle_aux_hidden_state_layer_ids=[1, 4, 5]))
     more = [
         f"drafter.path={half}",
-        "drafter.ttt_steps=2",
+        "drafter.autoregressive.ttt_steps=2",
         "drafter.loss.weights.kl=1",
         "drafter.draft_vocab_size=7",
         "trainer.max_steps=1",
@@ -246,7 +246,7 @@ def test_training_goes_on_from_a_folder(arguments, finished, tmp_path, capsys):
     assert "closed-form initialisation" not in capsys.readouterr().err
     assert StoredHiddenStates(run_dir / "hidden_states").meta.tap_ids == (1, 4, 5)
     then = load_drafter(run_dir / "drafter")
-    assert (then.taps, then.steps, len(then.vocab.ids_D)) == ((1, 4, 5), 2, 100)
+    assert (then.taps, then.training_steps, len(then.vocab.ids_D)) == ((1, 4, 5), 2, 100)
     for name, tensor in then.body.state_dict().items():
         assert tensor.dtype == torch.float32
         assert torch.equal(tensor, first.body.state_dict()[name].float()), name

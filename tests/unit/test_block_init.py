@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from spectrain.config.drafter_schema import BlockConfig
+from spectrain.config.drafter_schema import BlockConfig, DrafterConfig
 from spectrain.data.hidden_states import TargetStates
 from spectrain.data.packing import PackedBatch, pack_batch
 from spectrain.data.vocab import full_vocab
@@ -17,7 +17,6 @@ from spectrain.drafters.block.block_drafter import BlockDrafter
 from spectrain.drafters.block.block_init import Blocks
 from spectrain.drafters.block.block_shape import BlockShape, ConvShape, MarkovShape, SelectorShape
 from spectrain.drafters.block.block_training import run_blocks
-from spectrain.drafters.build import _initialise
 from spectrain.drafters.layers import LayerShape
 from spectrain.target.families import FAMILIES, HeadMath
 from spectrain.target.head import TargetHead
@@ -59,8 +58,10 @@ def drafter(head: TargetHead, method: str = "dflash", heads: tuple[int, int] = (
         conv=ConvShape(4, 8) if method == "dflash2" else None,
         selector=SelectorShape(4, 4) if method == "dflash2" else None,
     )  # fmt: skip
-    model = BlockDrafter(shape, full_vocab(VOCAB), BlockConfig(block_size=BLOCK))
-    _initialise(model, 0)
+    model = BlockDrafter(
+        shape, full_vocab(VOCAB), DrafterConfig(method=shape.method, block=BlockConfig(block_size=BLOCK))
+    )
+    model.reset(torch.Generator().manual_seed(0))
     model.attach(head)
     return model
 

@@ -9,6 +9,7 @@ from foreign_layouts import eagle3, write
 from tiny import tiny_target
 
 from spectrain import cli
+from spectrain.config.drafter_schema import DrafterConfig
 from spectrain.data.vocab import DraftVocab
 from spectrain.drafters.autoregressive.eagle3 import Eagle3, Eagle3Shape
 from spectrain.drafters.drafter_folder import save_drafter
@@ -174,7 +175,7 @@ def write_drafter(folder, **wrong):
     """A random drafter that fits the target, but for what its configuration is then made to say."""
     layer = LayerShape("llama", 32, 48, 4, 2, 8, 1e-5, {"rope_type": "default", "rope_theta": 10000.0}, 512)
     shape = Eagle3Shape(layer, num_layers=1, taps=(1, 5), target_vocab_size=304, draft_vocab_size=100)
-    drafter = Eagle3(shape, DraftVocab(torch.arange(100), 304, 1.0))
+    drafter = Eagle3(shape, DraftVocab(torch.arange(100), 304, 1.0), DrafterConfig())
     save_drafter(drafter, folder, target="t", target_architectures=("LlamaForCausalLM",), num_speculative_tokens=3)
     config = json.loads((folder / "config.json").read_text())
     for name, value in wrong.items():
@@ -201,7 +202,7 @@ def test_a_drafter_in_the_layout_of_others(capsys, workplace, tmp_path, command)
     """EAGLE's layout need not say which layers are read: the target decides."""
     layer = LayerShape("llama", 32, 48, 4, 2, 8, 1e-5, {"rope_type": "default", "rope_theta": 10000.0}, 512)
     shape = Eagle3Shape(layer, num_layers=1, taps=(2, 3, 4), target_vocab_size=304, draft_vocab_size=100)
-    drafter = Eagle3(shape, DraftVocab(torch.arange(100), 304, 1.0))
+    drafter = Eagle3(shape, DraftVocab(torch.arange(100), 304, 1.0), DrafterConfig())
     write(eagle3, drafter, tmp_path / "theirs", eagle_aux_hidden_state_layer_ids=None)
     code, out, err = dry_run(capsys, *workplace, "drafter.path=theirs", command=command)
     assert code == 0, err

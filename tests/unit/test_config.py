@@ -78,8 +78,8 @@ def test_unknown_keys_are_errors_with_a_suggestion(values, message):
 @pytest.mark.parametrize(
     "values",
     [
-        {"drafter": {"loss": {"weights": {"mse": 1.0}}}},
         {"drafter": {"loss": {"weights": {"ce": 0.0}}}},
+        {"drafter": {"loss": {"weights": {"mse": -1.0}}}},
         {"drafter": {"taps": []}},
         {"drafter": {"taps": [1, 1]}},
         {"drafter": {"taps": [-1]}},
@@ -120,5 +120,5 @@ def test_taps_are_kept_in_the_order_a_server_concatenates_them():
 
 def test_flatten_names_every_key_once():
     flat = flatten(SpectrainConfig())
-    assert flat["drafter.loss.step_decay"] == 0.8
+    assert flat["drafter.autoregressive.step_decay"] == 0.8
     assert set(flat) == {key for key, kind in all_keys().items() if not dataclasses.is_dataclass(kind)}

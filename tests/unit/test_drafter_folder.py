@@ -58,7 +58,9 @@ def reload(drafter: Eagle3, folder: Path) -> Eagle3:
 def test_saved_and_loaded_is_the_same_bits(tmp_path: Path, options: Options, dtype: torch.dtype) -> None:
     drafter = random_drafter(options, dtype=dtype)
     found = reload(drafter, tmp_path / "drafter")
-    assert found.shape == drafter.shape and found.steps == drafter.steps and found.taps == options.taps
+    assert (
+        found.shape == drafter.shape and found.training_steps == drafter.training_steps and found.taps == options.taps
+    )
     assert torch.equal(found.vocab.ids_D, drafter.vocab.ids_D) and found.vocab.target_size == VOCAB
     ours, theirs = tensors_of(found), tensors_of(drafter)
     assert set(ours) == set(theirs)

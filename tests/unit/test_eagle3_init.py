@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from spectrain.config.drafter_schema import DrafterConfig
 from spectrain.data.hidden_states import TargetStates
 from spectrain.data.packing import PackedBatch, pack_batch
 from spectrain.data.vocab import full_vocab
@@ -49,7 +50,7 @@ def drafter(layer_type: str, head: TargetHead, num_layers: int = 1, **switches: 
     rope = {"rope_type": "default", "rope_theta": 10000.0}
     layer = LayerShape(layer_type, HIDDEN, 48, 8, 4, 8, 1e-6, rope, 128)
     torch.manual_seed(1)
-    model = Eagle3(Eagle3Shape(layer, num_layers, (4,), VOCAB, VOCAB, **switches), full_vocab(VOCAB), steps=3)
+    model = Eagle3(Eagle3Shape(layer, num_layers, (4,), VOCAB, VOCAB, **switches), full_vocab(VOCAB), DrafterConfig())
     model.attach(head)
     return model
 

@@ -345,4 +345,4 @@ def test_options_of_training_are_the_configurations(tmp_path: Path) -> None:
     folder = write(deepspec_dspark, drafter, tmp_path / "d")
     found = continue_drafter(DrafterConfig("dspark", path=str(folder), block=BlockConfig(anchors=9)), drafter.head)
     assert isinstance(found, BlockDrafter)
-    assert (found.options.anchors, found.options.block_size) == (9, drafter.shape.block_size)
+    assert (found.config.block.anchors, found.config.block.block_size) == (9, drafter.shape.block_size)

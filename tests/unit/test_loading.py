@@ -79,12 +79,12 @@ def test_a_group_chosen_anew_starts_from_its_own_defaults(tmp_path):
     """What was set for another method does not belong to it; other sections stay."""
     write(
         tmp_path / "old/config.yaml",
-        "target: {path: somewhere}\ntrainer: {epochs: 5}\ndrafter: {fc_norm: true, draft_vocab_size: 9}\n",
+        "target: {path: somewhere}\ntrainer: {epochs: 5}\ndrafter: {eagle3: {fc_norm: true}, draft_vocab_size: 9}\n",
     )
-    kept, anew = compose(["run.dir=old"]), compose(["run.dir=old", "drafter=dspark", "drafter.block.markov_rank=8"])
-    assert (kept.drafter.fc_norm, kept.drafter.draft_vocab_size) == (True, 9)
-    assert (anew.drafter.method, anew.drafter.fc_norm, anew.drafter.draft_vocab_size) == ("dspark", False, None)
-    assert (anew.target.path, anew.trainer.epochs, anew.drafter.block.markov_rank) == ("somewhere", 5, 8)
+    kept, anew = compose(["run.dir=old"]), compose(["run.dir=old", "drafter=dspark", "drafter.dspark.markov_rank=8"])
+    assert (kept.drafter.eagle3.fc_norm, kept.drafter.draft_vocab_size) == (True, 9)
+    assert (anew.drafter.method, anew.drafter.eagle3.fc_norm, anew.drafter.draft_vocab_size) == ("dspark", False, None)
+    assert (anew.target.path, anew.trainer.epochs, anew.drafter.dspark.markov_rank) == ("somewhere", 5, 8)
 
 
 @pytest.mark.parametrize(

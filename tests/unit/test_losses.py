@@ -5,6 +5,7 @@ vocabulary.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ from reference import loss_terms
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from spectrain.drafters.losses import fused as losses
-from spectrain.drafters.losses.fused import Teacher, draft_loss
+from spectrain.config.drafter_schema import LossConfig
+from spectrain.drafters.losses import draft_loss, reference
+from spectrain.drafters.losses import students as losses
+from spectrain.drafters.losses.students import Teacher
 from spectrain.target.head import TargetHead
 
 K, U = 3, 5
@@ -45,10 +48,13 @@ class Case:
     def targets(self) -> Tensor:
         return torch.tensor([self.ids.index(token) if token in self.ids else -1 for token in self.tokens])
 
-    def run(self, weights: dict[str, float], normalised: bool = True) -> tuple[losses.LossSums, Tensor, Tensor]:
+    def run(
+        self, weights: dict[str, float], normalised: bool = True, implementation: Any = "fused"
+    ) -> tuple[losses.LossSums, Tensor, Tensor]:
         """Sums, and the gradients of 2.5 times the loss."""
         hidden, matrix = (x.clone().requires_grad_() for x in (self.hidden_KUH, self.matrix_DH))
-        sums = draft_loss(hidden, matrix, self.teacher(normalised), self.targets(), self.weight_KU, weights)
+        loss = LossConfig(weights, implementation)
+        sums = draft_loss(hidden, matrix, self.teacher(normalised), self.targets(), self.weight_KU, loss)
         (2.5 * sums.loss).backward()
         assert hidden.grad is not None and matrix.grad is not None
         return sums, hidden.grad, matrix.grad
@@ -75,9 +81,10 @@ class Case:
 @pytest.mark.parametrize("normalised", [True, False], ids=["stored normaliser", "computed here"])
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 @pytest.mark.parametrize("ids", [DRAFT_IDS, tuple(range(VOCAB))], ids=["reduced", "full"])
-def test_values_and_gradients(ids: tuple[int, ...], family: str, normalised: bool) -> None:
+@pytest.mark.parametrize("implementation", ["fused", "reference"])
+def test_values_and_gradients(implementation: str, ids: tuple[int, ...], family: str, normalised: bool) -> None:
     case = Case(family, ids)
-    sums, d_hidden, d_matrix = case.run(EVERY_LOSS, normalised)
+    sums, d_hidden, d_matrix = case.run(EVERY_LOSS, normalised, implementation)
     total, terms, reference_d_hidden, reference_d_matrix = case.reference(EVERY_LOSS)
     torch.testing.assert_close(sums.loss.detach(), total, rtol=1e-9, atol=0)
     for name, values in terms.items():
@@ -87,6 +94,27 @@ def test_values_and_gradients(ids: tuple[int, ...], family: str, normalised: boo
     assert bool((d_hidden[case.weight_KU == 0] == 0).all())
     assert sums.count_K.tolist() == (case.weight_KU > 0).sum(-1).tolist()
     assert float(sums.weight) == pytest.approx(float(case.weight_KU.sum()))
+
+
+def test_a_new_term_is_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Added to ``TERMS``, it is minimised with the others, and its gradient is autograd's."""
+
+    def squares(log_p_SD: Tensor, q_SD: Tensor, target_S: Tensor) -> Tensor:
+        return (log_p_SD.exp() - q_SD).square().sum(-1)
+
+    monkeypatch.setitem(reference.TERMS, "squares", squares)
+    case = Case()
+    sums, d_hidden, _ = case.run({"squares": 2.0, "ce": 0.5}, implementation="reference")
+    hidden = case.hidden_KUH.clone().requires_grad_()
+    p_KUD = (hidden @ case.matrix_DH.T).softmax(-1)
+    q_UD = torch.stack([head_reference(case.head).sampling(y) for y in case.last_hidden_UH])[:, case.ids]
+    squares_KU = (p_KUD - q_UD).square().sum(-1)
+    ((case.weight_KU * squares_KU).sum() * 2.0 * 2.5).backward()
+    counted = case.weight_KU > 0
+    assert sums.terms_K["squares"].tolist() == pytest.approx((squares_KU.detach() * counted).sum(-1).tolist())
+    alone = case.run({"ce": 0.5}, implementation="reference")[1]
+    assert hidden.grad is not None
+    torch.testing.assert_close(d_hidden - alone, hidden.grad, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 4 * K * len(DRAFT_IDS) * 2, 1 << 30])
@@ -103,10 +131,14 @@ def test_chunks_change_nothing(chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
 def test_only_what_needs_a_gradient_gets_one() -> None:
     case = Case()
     hidden = case.hidden_KUH.clone().requires_grad_()
-    draft_loss(hidden, case.matrix_DH, case.teacher(), case.targets(), case.weight_KU, EVERY_LOSS).loss.backward()
+    draft_loss(
+        hidden, case.matrix_DH, case.teacher(), case.targets(), case.weight_KU, LossConfig(EVERY_LOSS)
+    ).loss.backward()
     torch.testing.assert_close(hidden.grad, case.run(EVERY_LOSS)[1] / 2.5)
     matrix = case.matrix_DH.clone().requires_grad_()
-    draft_loss(case.hidden_KUH, matrix, case.teacher(), case.targets(), case.weight_KU, EVERY_LOSS).loss.backward()
+    draft_loss(
+        case.hidden_KUH, matrix, case.teacher(), case.targets(), case.weight_KU, LossConfig(EVERY_LOSS)
+    ).loss.backward()
     torch.testing.assert_close(matrix.grad, case.run(EVERY_LOSS)[2] / 2.5)
 
 
@@ -115,7 +147,7 @@ def test_without_gradients_no_product_is_made_for_them() -> None:
     for asked in (True, False):
         hidden = case.hidden_KUH.clone().requires_grad_()
         with torch.set_grad_enabled(asked), FlopCounterMode(display=False) as counter:
-            draft_loss(hidden, case.matrix_DH, case.teacher(), case.targets(), case.weight_KU, {"ce": 1.0})
+            draft_loss(hidden, case.matrix_DH, case.teacher(), case.targets(), case.weight_KU, LossConfig({"ce": 1.0}))
         flops.append(counter.get_total_flops())
     assert flops[0] - flops[1] == 2 * hidden.numel() * len(case.matrix_DH)
 

@@ -95,7 +95,7 @@ def test_a_tie_of_two_drafts_counts_apart(family: Family, ours: list[DecodedProm
     equal_id = next(
         token for token in vocab if all(token not in round_.drafts for decoded in ours for round_ in decoded.rounds)
     )
-    tied = Eagle3(drafter.shape, drafter.vocab, steps=DRAFTS)
+    tied = Eagle3(drafter.shape, drafter.vocab, drafter.config)
     tied.load_state_dict(drafter.state_dict())
     tied.attach(drafter.head)
     with torch.no_grad():
@@ -200,7 +200,7 @@ def _decoded_under(family: Family, drafter: Eagle3, misreading: Misreading) -> l
 def test_what_a_drafter_does_not_have_is_not_tried(family: Family, drafter: Eagle3) -> None:
     hints = " ".join(misreading.hint for misreading in misreadings(drafter, family.model.spec.num_layers))
     assert "d2t" in hints and "norm_output" in hints and "norm_before_fc" not in hints and "fc_norm" not in hints
-    full = Eagle3(replace(drafter.shape, draft_vocab_size=304), DraftVocab(torch.arange(304), 304, 1.0), steps=DRAFTS)
+    full = Eagle3(replace(drafter.shape, draft_vocab_size=304), DraftVocab(torch.arange(304), 304, 1.0), drafter.config)
     assert "d2t" not in " ".join(misreading.hint for misreading in misreadings(full, 7))
 
 

@@ -16,6 +16,7 @@ from spectrain import cli
 from spectrain.config.folders import group_options
 from spectrain.config.loading import compose
 from spectrain.config.schema import TargetConfig
+from spectrain.drafters.registry import find_method
 from spectrain.engines.vllm.args import vllm_version
 from spectrain.errors import ConfigError
 from spectrain.stages import plan
@@ -95,7 +96,7 @@ def test_quickstarts_plan_from_the_installed_package(
     for text in ("GB of states", "memory target", "M trained parameters", "in all"):
         assert text in out
     fewer = dry_run(capsys, f"recipe={recipe}", "decoding.num_speculative_tokens=2")
-    blocks = "" if method == "eagle3" else " of the 3 that its blocks have"
+    blocks = "" if method == "eagle3" else " of the 3 that it can give"
     assert f"drafts 2 tokens a round{blocks}, judged at temperature 0" in fewer
 
 
@@ -103,7 +104,11 @@ def test_quickstarts_plan_from_the_installed_package(
 def test_block_quickstarts(recipe: str) -> None:
     config = compose([f"recipe={recipe}"])
     drafter = config.drafter
-    assert (drafter.num_layers, drafter.most_drafts, config.decoding.num_speculative_tokens) == (2, 3, 3)
+    assert (
+        drafter.num_layers,
+        find_method(drafter.method).max_drafts(drafter),
+        config.decoding.num_speculative_tokens,
+    ) == (2, 3, 3)
     assert ({name: weight for name, weight in drafter.loss.weights.items() if weight}, drafter.init) == (
         {"kl": 1.0},
         "closed_form",
@@ -126,7 +131,7 @@ def test_published_settings(
     drafter, trainer = config.drafter, config.trainer
     assert (drafter.method, drafter.num_layers, drafter.taps) == (recipe.split("_")[0], 5, (2, 10, 18, 26, 34))
     assert (drafter.block.block_size, drafter.block.anchors) == (block, 512)
-    assert (drafter.most_drafts, config.decoding.num_speculative_tokens) == (drafts, drafts)
+    assert (find_method(drafter.method).max_drafts(drafter), config.decoding.num_speculative_tokens) == (drafts, drafts)
     assert {name: weight for name, weight in drafter.loss.weights.items() if weight} == {"ce": 0.1, "tv": 0.9}
     assert (trainer.learning_rate, trainer.schedule, trainer.warmup_fraction) == (6e-4, "cosine", 0.04)
     assert (config.target.path, config.engine.name, config.capture.during_generation) == ("Qwen/Qwen3-8B", "vllm", True)

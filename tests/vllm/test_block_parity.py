@@ -9,7 +9,7 @@ machine without a GPU.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from parity_tools import Family, as_answer, as_decoded, job, run_jobs
 from tiny import VOCAB_SIZE
 from vllm_tools import vllm_engine, vllm_environment
 
-from spectrain.config.drafter_schema import BlockConfig, DrafterConfig
+from spectrain.config.drafter_schema import BlockConfig, DrafterConfig, DSparkConfig
 from spectrain.data.packing import pack_batch
 from spectrain.data.vocab import DraftVocab, full_vocab
 from spectrain.decoding.loop import DecodingSettings, Prompt, speculative_generate
@@ -47,7 +47,9 @@ DFLASH = {
 DSPARK = {
     "from the anchor": (
         "llama",
-        DrafterConfig("dspark", taps=(1, 4, 6), num_layers=2, block=BlockConfig(block_size=3, markov_rank=16)),
+        DrafterConfig(
+            "dspark", taps=(1, 4, 6), num_layers=2, block=BlockConfig(block_size=3), dspark=DSparkConfig(markov_rank=16)
+        ),
     ),
     "from the masks, reduced": (
         "qwen3",
@@ -55,7 +57,8 @@ DSPARK = {
             "dspark",
             taps=(3, 6),
             draft_vocab_size=100,
-            block=BlockConfig(block_size=4, markov_rank=16, sample_from_anchor=False, confidence=False),
+            block=BlockConfig(block_size=4),
+            dspark=DSparkConfig(markov_rank=16, sample_from_anchor=False, confidence=False),
         ),
     ),
 }
@@ -92,7 +95,8 @@ def trained(family: Family, config: DrafterConfig) -> BlockDrafter:
     kept = sorted({*kept, *[token for token in range(VOCAB_SIZE) if token not in kept][: (size or 0) - len(kept)]})
     vocab = full_vocab(VOCAB_SIZE) if size is None else DraftVocab(torch.tensor(kept), VOCAB_SIZE, 0.5)
     head = TargetHead.from_checkpoint(family.folder)
-    drafter = build_drafter(config, family.model.spec, vocab, head, family.folder, mask_token_id=2)
+    config = replace(config, block=replace(config.block, mask_token_id=2))
+    drafter = build_drafter(config, family.model.spec, vocab, head, family.folder)
     assert isinstance(drafter, BlockDrafter)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

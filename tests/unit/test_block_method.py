@@ -10,16 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from spectrain.drafters.block.block_build import choose_mask_token
 from tiny import tiny_target
 
-from spectrain.config.drafter_schema import BlockConfig, DrafterConfig, LossConfig
+from spectrain.config.drafter_schema import BlockConfig, DFlash2Config, DrafterConfig, DSparkConfig
+from spectrain.config.schema import SpectrainConfig
 from spectrain.data.vocab import DraftVocab, full_vocab
 from spectrain.drafters.block.block_drafter import BlockDrafter
 from spectrain.drafters.block.block_shape import BlockShape
-from spectrain.drafters.build import build_drafter, continue_drafter, drafter_shape
+from spectrain.drafters.block.mask_token import choose_mask_token
+from spectrain.drafters.build import build_drafter, continue_drafter
 from spectrain.drafters.drafter_folder import save_drafter
+from spectrain.drafters.registry import find_method
 from spectrain.errors import ConfigError
+from spectrain.stages.drafter_checks import check_kind
 from spectrain.target.checkpoint import CheckpointReader
 from spectrain.target.head import TargetHead
 from spectrain.target.spec import TargetSpec
@@ -36,7 +39,8 @@ def spec(folder: Path) -> TargetSpec:
 
 
 def shape(spec: TargetSpec, method: str, block: BlockConfig | None = None, **fields: Any) -> BlockShape:
-    found = drafter_shape(DrafterConfig(method=method, block=block or BlockConfig(), **fields), spec, 7)
+    block = block or BlockConfig(mask_token_id=7)
+    found = find_method(method).shape(DrafterConfig(method=method, block=block, **fields), spec)
     assert isinstance(found, BlockShape)
     return found
 
@@ -56,11 +60,11 @@ def test_methods_are_settings_of_one_shape(spec: TargetSpec) -> None:
     assert all(one.layer.layer_type == "qwen3" and one.mask_token_id == 7 for one in (dflash, dspark, dflash2))
     assert not shape(spec, "dflash").causal and shape(spec, "dflash", BlockConfig(sliding_window=9)).causal
     assert not shape(spec, "dflash", BlockConfig(sliding_window=9, causal=False)).causal
-    plain = shape(spec, "dspark", BlockConfig(markov="none", confidence=False, sample_from_anchor=False))
+    plain = shape(spec, "dspark", dspark=DSparkConfig(markov="none", confidence=False, sample_from_anchor=False))
     assert plain.markov is None and not plain.confidence and plain.num_drafts == 7
     for method in ("dflash", "dspark", "dflash2"):
-        assert DrafterConfig(method=method).most_drafts == shape(spec, method).num_drafts
-    assert DrafterConfig().most_drafts is None
+        assert find_method(method).max_drafts(DrafterConfig(method=method)) == shape(spec, method).num_drafts
+    assert find_method("eagle3").max_drafts(DrafterConfig()) is None
 
 
 @pytest.mark.parametrize(
@@ -74,34 +78,24 @@ def test_taps_are_spread_evenly(spec: TargetSpec, layers: int, expected: tuple[i
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"method": "dflash", "ttt_steps": 4}, r"drafter\.ttt_steps is an autoregressive drafter's"),
-    ({"method": "dspark", "norm_output": True}, r"drafter\.norm_output is an autoregressive"),
-    ({"block": BlockConfig(block_size=4)}, r"drafter\.block\.block_size is a block drafter's"),
-    ({"method": "dflash", "block": BlockConfig(markov="vanilla")}, r"drafter\.block\.markov is dspark's"),
-    ({"method": "dspark", "block": BlockConfig(conv_kernel_size=2)}, r"drafter\.block\.conv_kernel_size is dflash2's"),
     (
-        {"method": "dflash", "loss": LossConfig(step_decay=0.5)},
-        r"drafter\.loss\.step_decay is an autoregressive drafter's",
-    ),
-    (
-        {"method": "dflash", "block": BlockConfig(d_pace=True, decay=2.0)},
+        {"method": "dflash", "block": lambda: BlockConfig(d_pace=True, decay=2.0)},
         r"block\.decay has no effect with drafter\.block\.d_pace=True",
     ),
     (
-        {"method": "dflash", "block": BlockConfig(d_pace_smoothing=0.1)},
+        {"method": "dflash", "block": lambda: BlockConfig(d_pace_smoothing=0.1)},
         r"d_pace_smoothing has no effect with drafter\.block\.d_pace=False",
     ),
     (
-        {"method": "dspark", "block": BlockConfig(markov="none", markov_rank=8)},
-        r"markov_rank has no effect with drafter\.block\.markov=none",
+        {"method": "dspark", "dspark": lambda: DSparkConfig(markov="none", markov_rank=8)},
+        r"markov_rank has no effect with drafter\.dspark\.markov=none",
     ),
     (
-        {"method": "dspark", "block": BlockConfig(confidence=False, confidence_weight=2.0)},
+        {"method": "dspark", "dspark": lambda: DSparkConfig(confidence=False, confidence_weight=2.0)},
         "confidence_weight has no effect",
     ),
     ({"method": "dflash", "layer_type": "llama"}, "layer_type=llama"),
-    ({"method": "dflash", "block": BlockConfig(sample_from_anchor=True)}, "only dspark drafts from the anchor's slot"),
-    ({"method": "dspark", "block": BlockConfig(sliding_window=64, causal=False)}, "causal=false"),
+    ({"method": "dspark", "block": lambda: BlockConfig(sliding_window=64, causal=False)}, "causal=false"),
     ({"method": "dflash2", "draft_vocab_size": 100}, "whole vocabulary"),
     ({"method": "medusa"}, "use one of eagle3, dflash, dspark, dflash2"),
 ]
@@ -110,22 +104,54 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("fields", "message"), REFUSED, ids=lambda value: value if isinstance(value, str) else "")
 def test_what_a_method_does_not_have_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        DrafterConfig(**fields)
+        check_kind(
+            SpectrainConfig(
+                drafter=DrafterConfig(**{name: value() if callable(value) else value for name, value in fields.items()})
+            ),
+            "fit",
+        )
+
+
+OTHERS = [
+    ("dflash", "autoregressive.ttt_steps"),
+    ("dspark", "eagle3.norm_output"),
+    ("eagle3", "block.block_size"),
+    ("dflash", "dspark.markov"),
+    ("dspark", "dflash2.conv_kernel_size"),
+]
+
+
+@pytest.mark.parametrize(("method", "key"), OTHERS)
+def test_a_key_of_another_kind_is_refused_where_the_command_line_sets_it(method: str, key: str) -> None:
+    config = SpectrainConfig(drafter=DrafterConfig(method=method))
+    check_kind(config, "fit")
+    section = key.partition(".")[0]
+    with pytest.raises(ConfigError, match=f"{method} does not read drafter.{section}: leave it out"):
+        check_kind(config, "fit", {f"drafter.{key}"})
 
 
 @pytest.mark.parametrize(
-    "name", ["block_size", "anchors", "markov_rank", "sliding_window", "decay", "mask_token_id", "conv_group_size"]
+    ("section", "name"),
+    [
+        (BlockConfig, "block_size"),
+        (BlockConfig, "anchors"),
+        (BlockConfig, "sliding_window"),
+        (BlockConfig, "decay"),
+        (BlockConfig, "mask_token_id"),
+        (DSparkConfig, "markov_rank"),
+        (DFlash2Config, "conv_group_size"),
+    ],
 )
-def test_numbers_out_of_range_are_refused(name: str) -> None:
+def test_numbers_out_of_range_are_refused(section: Any, name: str) -> None:
     with pytest.raises(ConfigError, match=name):
-        BlockConfig(**{name: -1})
+        section(**{name: -1})
 
 
 def test_what_does_not_fit_the_target_is_refused(spec: TargetSpec) -> None:
     with pytest.raises(ConfigError, match="must divide the target's width of 32"):
-        shape(spec, "dflash2", BlockConfig(conv_group_size=5))
+        shape(spec, "dflash2", dflash2=DFlash2Config(conv_group_size=5))
     with pytest.raises(ConfigError, match="outside the target's vocabulary"):
-        drafter_shape(DrafterConfig(method="dflash"), spec, 304)
+        shape(spec, "dflash", BlockConfig(mask_token_id=304))
 
 
 def test_mask_token_is_one_that_never_occurs() -> None:
@@ -144,7 +170,7 @@ def built(folder: Path, spec: TargetSpec, config: DrafterConfig, seed: int = 0) 
     head = TargetHead.from_checkpoint(folder)
     size = config.draft_vocab_size
     vocab = full_vocab(spec.vocab_size) if size is None else DraftVocab(torch.arange(3, 3 + size), spec.vocab_size, 0.5)
-    drafter = build_drafter(config, spec, vocab, head, folder, seed, 7)
+    drafter = build_drafter(config, spec, vocab, head, folder, seed)
     assert isinstance(drafter, BlockDrafter)
     return drafter, head
 
@@ -200,11 +226,15 @@ def test_other_shapes_and_random_starts_leave_the_target_alone(folder: Path, spe
 
 
 def test_training_goes_on_from_a_folder(folder: Path, spec: TargetSpec, tmp_path: Path) -> None:
-    drafter, head = built(folder, spec, DrafterConfig(method="dspark", block=BlockConfig(block_size=6, markov_rank=4)))
+    drafter, head = built(
+        folder,
+        spec,
+        DrafterConfig(method="dspark", block=BlockConfig(block_size=6), dspark=DSparkConfig(markov_rank=4)),
+    )
     save_drafter(drafter.bfloat16(), tmp_path / "d", target="t", target_architectures=(), num_speculative_tokens=3)
     found = continue_drafter(
         DrafterConfig(method="dspark", path=str(tmp_path / "d"), block=BlockConfig(anchors=9, decay=2.0)), head
     )
     assert isinstance(found, BlockDrafter) and found.training and found.body.fc.weight.dtype == torch.float32
-    assert found.shape == drafter.shape and (found.options.anchors, found.options.decay) == (9, 2.0)
+    assert found.shape == drafter.shape and (found.config.block.anchors, found.config.block.decay) == (9, 2.0)
     assert found.loss_terms == ["ce", "tv", "confidence"] and found.training_steps == 6
