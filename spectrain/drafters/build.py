@@ -7,7 +7,7 @@ A fresh one is random first; then the kind copies from the target what does near
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,8 +45,18 @@ def continue_drafter(config: DrafterConfig, head: TargetHead, usual_taps: Sequen
     """
     drafter = load_drafter(Path(config.path or "").expanduser(), usual_taps)
     drafter.float().train()
-    drafter.config = replace(config, method=drafter.method)
+    settled = find_method(drafter.method).settings(drafter.shape)
+    drafter.config = _with_settings(replace(config, method=drafter.method), settled)
     return _ready_to_train(drafter, config, head)
+
+
+def _with_settings(config: DrafterConfig, settings: Mapping[str, object]) -> DrafterConfig:
+    """``settings``: value of each key, by its name below ``drafter``."""
+    for name, value in settings.items():
+        section, _, key = name.rpartition(".")
+        changed = {section: replace(getattr(config, section), **{key: value})} if section else {key: value}
+        config = replace(config, **changed)  # type: ignore[arg-type]
+    return config
 
 
 def _ready_to_train(drafter: Drafter, config: DrafterConfig, head: TargetHead) -> Drafter:

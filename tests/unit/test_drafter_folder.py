@@ -41,7 +41,7 @@ def save(drafter: Eagle3, folder: Path, **facts: Any) -> Path:
         target="org/target",
         target_architectures=("LlamaForCausalLM",),
         num_speculative_tokens=4,
-        facts=facts or None,
+        metadata=facts or None,
     )
     return folder
 

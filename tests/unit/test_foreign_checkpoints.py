@@ -246,7 +246,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (
         "dflash",
         {"architectures": ["LlamaForCausalLM"]},
-        "is no drafter's: .* its architecture LlamaForCausalLM is none of DFlashDraftModel",
+        "is no drafter's: .* its architecture LlamaForCausalLM is none of LlamaForCausalLMEagle3, ",
     ),
     ("dflash", {"architectures": None}, "is no drafter's: .* its architecture None"),
     ("dflash", {"dflash_config": None}, "field 'target_layer_ids' is missing"),

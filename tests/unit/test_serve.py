@@ -55,7 +55,7 @@ def write_drafter(folder: Path, target: str, **facts: Any) -> Path:
         target=target,
         target_architectures=("LlamaForCausalLM",),
         num_speculative_tokens=4,
-        facts=facts,
+        metadata=facts,
     )
     return folder
 
@@ -80,7 +80,7 @@ def test_a_folder_is_read_without_its_weights(drafter, target):
     (drafter / "model.safetensors").unlink()
     found = read_serving_config(str(drafter))
     assert (found.path, found.method, found.target, found.revision) == (str(drafter), "eagle3", str(target), None)
-    assert (found.num_speculative_tokens, found.most_tokens, found.autoregressive) == (4, None, True)
+    assert (found.num_speculative_tokens, found.most_tokens, found.drafts_step_by_step) == (4, None, True)
     assert (found.vocab_size, found.hidden_size, found.last_tap) == (VOCAB, HIDDEN, 4)
     assert found.speculative_config() == {"model": str(drafter), "method": "eagle3", "num_speculative_tokens": 4}
     assert found.speculative_config(2)["num_speculative_tokens"] == 2
@@ -105,7 +105,7 @@ def test_methods_go_by_vllms_names(drafter, changes, method, extra, most):
     found = read_serving_config(str(drafter))
     assert found.speculative_config() == {"model": str(drafter), "method": method, "num_speculative_tokens": 4, **extra}
     assert found.most_tokens == most
-    assert not found.autoregressive
+    assert not found.drafts_step_by_step
 
 
 def test_what_is_no_drafter_is_named(tmp_path, drafter):
