@@ -30,7 +30,7 @@ def test_rounds_of_a_hand_simulated_answer():
     assert simulate(Span(10, accept, stopped=False), 3) == [Round(10, 3, 2), Round(13, 3, 2, cut=True)]
     # With two drafts the last round is complete: everything it drafted was seen.
     assert simulate(Span(10, accept, stopped=False), 2) == [Round(10, 2, 2), Round(13, 2, 2)]
-    # With one draft a failure ends a round wherever it stands.
+    # With one draft a rejection ends a round wherever it is.
     assert simulate(Span(0, accept, stopped=False), 1) == [Round(0, 1, 1), Round(2, 1, 0), Round(3, 1, 1)]
 
 
