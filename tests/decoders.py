@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,35 +49,51 @@ def prompts_of(texts: Sequence[Sequence[int]], max_new_tokens: int) -> list[Prom
     return [Prompt(text, max_new_tokens) for text in texts]
 
 
+@dataclass
+class Seen:
+    """What a proposer was shown of one text: ids, and for each ``observe`` what came with them (empty: nothing)."""
+
+    ids: list[int] = field(default_factory=list)
+    taps: list[Tensor] = field(default_factory=list)
+    last_hidden: list[Tensor] = field(default_factory=list)
+
+
 class PrefixProposer:
     """Drafts ``draft(prefix, n)``, a function of the verified text alone (anchor included). Checks and records what it
     observes.
     """
 
-    reads_last_hidden = False
-
-    def __init__(self, draft: Callable[[list[int], int], list[int]], taps: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        draft: Callable[[list[int], int], list[int]],
+        taps: tuple[int, ...] = (),
+        reads_last_hidden: bool = False,
+    ) -> None:
         self.draft = draft
         self.taps = taps
-        self.seen: list[tuple[list[int], list[Tensor]]] = []  # every cache row ever made: ids and taps
+        self.reads_last_hidden = reads_last_hidden
+        self.seen: list[Seen] = []  # every cache row ever made
 
-    def new_cache(self, batch_size: int) -> list[tuple[list[int], list[Tensor]]]:
-        rows: list[tuple[list[int], list[Tensor]]] = [([], []) for _ in range(batch_size)]
+    def new_cache(self, batch_size: int) -> list[Seen]:
+        rows = [Seen() for _ in range(batch_size)]
         self.seen.extend(rows)
         return list(rows)
 
-    def observe(self, cache: Any, observation: Observation) -> None:
-        lengths_B, taps_BTAH = observation.lengths_B, observation.taps_BTAH
-        assert len(cache) == len(observation.ids_BT) == len(lengths_B)
-        for b, (ids, taps) in enumerate(cache):
-            ids.extend(observation.ids_BT[b, : lengths_B[b]].tolist())
-            if taps_BTAH is not None:
-                taps.append(taps_BTAH[b, : lengths_B[b]].clone())
+    def observe(self, cache: list[Seen], observation: Observation) -> None:
+        ids_BT, lengths_B = observation.ids_BT, observation.lengths_B.tolist()
+        assert len(cache) == len(ids_BT) == len(lengths_B)
+        for name, values in (("taps", observation.taps_BTAH), ("last_hidden", observation.last_hidden_BTH)):
+            assert values is None or values.shape[:2] == ids_BT.shape
+            for row, seen in enumerate(cache):
+                if values is not None:
+                    getattr(seen, name).append(values[row, : lengths_B[row]].clone())
+        for row, seen in enumerate(cache):
+            seen.ids.extend(ids_BT[row, : lengths_B[row]].tolist())
 
     def propose(
-        self, cache: Any, anchor_B: Tensor, n: int, sampling: SamplingParams, generators: Any = None
+        self, cache: list[Seen], anchor_B: Tensor, n: int, sampling: SamplingParams, generators: Any = None
     ) -> Proposal:
-        drafts = [self.draft([*ids, anchor], n) for (ids, _), anchor in zip(cache, anchor_B.tolist(), strict=True)]
+        drafts = [self.draft([*seen.ids, anchor], n) for seen, anchor in zip(cache, anchor_B.tolist(), strict=True)]
         ids_Bn = torch.tensor([draft + [0] * (n - len(draft)) for draft in drafts])
         return Proposal(ids=ids_Bn, lengths=torch.tensor([len(draft) for draft in drafts]))
 

@@ -45,7 +45,7 @@ BLOCK_FOLDER = "tests/unit/test_block_folder.py"
 LOSSES, UNROLL = "tests/equivalence/test_eagle3_losses.py", "tests/equivalence/test_eagle3_unroll.py"
 DECODE, PACKING = "tests/equivalence/test_eagle3_decode.py", "tests/equivalence/test_packing_invariance.py"
 ACCUMULATION, RESUME = "tests/equivalence/test_accumulation.py", "tests/equivalence/test_resume.py"
-WALK_LOOP = "tests/equivalence/test_simulation_equals_loop.py"
+SIMULATION_LOOP = "tests/equivalence/test_simulation_equals_loop.py"
 AUTOREGRESSIVE, TRAINING = "spectrain/drafters/autoregressive/", "spectrain/training/"
 
 MUTATIONS = (
@@ -297,6 +297,69 @@ MUTATIONS = (
         ("tests/unit/test_confidence_samples.py",),
     ),
     Mutation(
+        'last hidden state shown before the final norm',
+        'spectrain/decoding/proposers.py',
+        'normed = target.post_norm(output.last_hidden_BSH) if',
+        'normed = output.last_hidden_BSH if',
+        ('tests/equivalence/test_greedy_loop.py',),
+    ),
+    Mutation(
+        'last hidden state replayed before the final norm',
+        'spectrain/evaluation/replay.py',
+        'return self.target.post_norm(self._output[0])',
+        'return self._output[0]',
+        ('tests/unit/test_parity.py',),
+    ),
+    Mutation(
+        'near-ties of the target looked up one position late',
+        'spectrain/evaluation/replay.py',
+        'self._output[0][0, position]',
+        'self._output[0][0, position + 1]',
+        ('tests/unit/test_parity.py',),
+    ),
+    Mutation(
+        'rounds that the length limit cut are counted',
+        'spectrain/decoding/acceptance.py',
+        'complete = [[r for r in rounds if not r.cut] for rounds in rounds_per_prompt]',
+        'complete = [list(rounds) for rounds in rounds_per_prompt]',
+        ('tests/unit/test_acceptance.py',),
+    ),
+    Mutation(
+        "random numbers of a row depend on its neighbours' drafts",
+        'spectrain/decoding/loop.py',
+        'most = self.settings.num_speculative_tokens + 1',
+        'most = draft_ids.shape[1] + 1',
+        ('tests/equivalence/test_sampled_loop.py',),
+    ),
+    Mutation(
+        'one random stream for all prompts',
+        'spectrain/decoding/loop.py',
+        'index if prompt.stream is None else prompt.stream',
+        '0 if prompt.stream is None else prompt.stream',
+        ('tests/equivalence/test_sampled_loop.py',),
+    ),
+    Mutation(
+        "speed-up against another prompt's baseline",
+        'spectrain/evaluation/records.py',
+        'return [by_key[result.key] for result in results]',
+        'return list(baseline)',
+        ('tests/unit/test_records.py',),
+    ),
+    Mutation(
+        'records of two draft policies under one name',
+        'spectrain/evaluation/records.py',
+        'if draft_policy != "fixed":',
+        'if draft_threshold is not None:',
+        ('tests/unit/test_records.py',),
+    ),
+    Mutation(
+        'recommendation from rounds that a policy cut short',
+        'spectrain/evaluation/recommend.py',
+        ' and record.draft_policy == "fixed"',
+        '',
+        ('tests/unit/test_recommend.py',),
+    ),
+    Mutation(
         "all drafts verified whatever the policy",
         "spectrain/decoding/loop.py",
         "return proposal if self.settings.policy is None else _shortened(proposal, self.settings.policy)",
@@ -311,25 +374,25 @@ MUTATIONS = (
         ("tests/unit/test_kv_cache.py",),
     ),
     Mutation(
-        "simulate jumps over the accepted tokens only",
+        "simulation jumps over the accepted tokens only",
         "spectrain/decoding/simulate.py",
         "anchor += accepted + 1",
         "anchor += max(accepted, 1)",
-        (WALK_LOOP,),
+        (SIMULATION_LOOP,),
     ),
     Mutation(
-        "simulate scores shifted by one slot",
+        "simulated scores shifted by one slot",
         AUTOREGRESSIVE + "eagle3_drafter.py",
         "accept_KU[k, index_T[anchor_R + k]]",
         "accept_KU[k, index_T[anchor_R]]",
-        (WALK_LOOP,),
+        (SIMULATION_LOOP,),
     ),
     Mutation(
-        "simulate against the target's whole distribution, not the truncated one",
+        "simulation against the target's whole distribution, not the truncated one",
         "spectrain/drafters/teacher_forced.py",
         "log_q_CV = truncated_log_probs(teacher.head.hidden_to_logits(teacher.last_hidden_UH[part]), sampling)",
         "log_q_CV = teacher.head.hidden_to_logits(teacher.last_hidden_UH[part]).log_softmax(-1)",
-        (WALK_LOOP,),
+        (SIMULATION_LOOP,),
     ),
     Mutation(
         "a block sees its anchor's own taps",

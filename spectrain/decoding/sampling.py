@@ -1,4 +1,5 @@
-"""What a token is drawn from: temperature, top-k and top-p, as transformers and vLLM apply them, and the draw itself.
+"""The distribution that a token is drawn from: temperature, top-k and top-p, as transformers and vLLM apply them, and
+the draw itself.
 
 Legend: B batch, V vocabulary.
 """

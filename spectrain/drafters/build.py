@@ -55,7 +55,7 @@ def _with_settings(config: DrafterConfig, settings: Mapping[str, object]) -> Dra
     for name, value in settings.items():
         section, _, key = name.rpartition(".")
         changed = {section: replace(getattr(config, section), **{key: value})} if section else {key: value}
-        config = replace(config, **changed)  # type: ignore[arg-type]
+        config = replace(config, **changed)
     return config
 
 

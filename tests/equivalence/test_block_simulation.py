@@ -159,13 +159,12 @@ def test_the_figure_for_every_length_is_that_of_its_own_blocks(setting: Setting)
 
 
 @pytest.mark.parametrize("sampling", [HOT, SamplingParams(temperature=0.7, top_k=6)], ids=["1", "0.7 top-k"])
-def test_a_slot_stands_with_one_minus_the_distance_of_the_distributions(
+def test_a_slot_is_accepted_with_one_minus_the_distance_of_the_distributions(
     setting: Setting, sampling: SamplingParams
 ) -> None:
-    """Σ_x q(x)·P(stands | x) over every continuation x = 1 − TV(p, q) (Leviathan et al. 2023, theorem 3.5), p from the
-    real cache.
-
-    So for the first slot of a block, and for the second behind a first draft that were accepted."""
+    """Σ_x q(x)·P(accepted | x) over every continuation x = 1 − TV(p, q) (Leviathan et al. 2023, theorem 3.5), p from
+    the real cache: for the first slot of a block, and for the second after a first draft that was accepted.
+    """
     for text in prompts(3, seed=4):
         seen = capture(setting.target, text[:-1], text[-1:], TAPS, "seen", "train")
         cache, observed = setting.drafter.new_cache(1), len(text) - 1

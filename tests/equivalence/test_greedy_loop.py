@@ -66,6 +66,8 @@ def proposer_named(name, answers):
         "ngram": lambda: NGramProposer(3, 1),
         "noise": lambda: PrefixProposer(lambda prefix, n: [prefix_hash(prefix, j) % VOCAB_SIZE for j in range(n)]),
         "oracle": lambda: PrefixProposer(oracle(answers, 4), taps=(1, 2)),
+        "hidden": lambda: PrefixProposer(oracle(answers, 4), reads_last_hidden=True),
+        "taps and hidden": lambda: PrefixProposer(oracle(answers, 4, short=True), (2,), reads_last_hidden=True),
         "perfect": lambda: PrefixProposer(oracle(answers)),
         "short": lambda: PrefixProposer(oracle(answers, 5, short=True)),
     }[name]()
@@ -139,27 +141,43 @@ def test_accepted_counts_are_the_simulation_round_by_round(setting, name):
         assert cuts > 0  # otherwise the rule for cut rounds went untested
 
 
-def test_the_proposer_sees_the_taps_of_the_text(setting):
-    """Everything observed, prefill and rounds together, is one pass over the answer without any cache."""
+@pytest.mark.parametrize("name", ["oracle", "hidden", "taps and hidden"])
+def test_the_proposer_is_shown_what_the_target_computed_at_each_position(setting, name):
+    """Everything observed, prefill and rounds together, is one pass over the answer without any cache: through prompts
+    of different lengths, rejected drafts, and rows that leave the batch. The last hidden state is the one that
+    transformers itself hands to the head: after the final norm.
+    """
     target, answers, eos = setting
-    proposer = proposer_named("oracle", answers)
+    proposer = proposer_named(name, answers)
     results = decoded(target, proposer, eos)
-    observed = {
-        tuple(ids[: len(prompt)]): (ids, taps)
-        for prompt in PROMPTS
-        for ids, taps in proposer.seen
-        if ids[: len(prompt)] == prompt
-    }
-    assert len(observed) == len(PROMPTS)
+    assert len({len(result.rounds) for result in results}) > 1  # some leave while others go on
+    assert any(r.accepted < r.drafted for result in results for r in result.rounds)
+    seen_of = {tuple(prompt): seen for prompt in PROMPTS for seen in proposer.seen if seen.ids[: len(prompt)] == prompt}
+    assert len(seen_of) == len(PROMPTS)
+    tolerance = 1e-4 if target.spec.hybrid else 1e-10  # recurrent layers keep float32 inside
     for prompt, result in zip(PROMPTS, results, strict=True):
-        ids, taps = observed[tuple(prompt)]
-        text = prompt + result.ids
-        assert len(ids) >= len(text) - N - 2  # all but the last anchor and what the last round added
-        assert ids == text[: len(ids)]
-        tolerance = 1e-4 if target.spec.hybrid else 1e-10  # recurrent layers keep float32 inside
-        torch.testing.assert_close(
-            torch.cat(taps), full_forward(target, ids, (1, 2))[1], rtol=tolerance, atol=tolerance
-        )
+        seen, text = seen_of[tuple(prompt)], prompt + result.ids
+        assert len(seen.ids) >= len(text) - N - 2  # all but the last anchor and what the last round added
+        assert seen.ids == text[: len(seen.ids)]
+        assert bool(seen.taps) == bool(proposer.taps) and bool(seen.last_hidden) == proposer.reads_last_hidden
+        for shown, expected in (
+            (seen.taps, lambda ids: full_forward(target, ids, proposer.taps)[1]),
+            (seen.last_hidden, lambda ids: normed_hidden(target, ids)),
+        ):
+            if shown:
+                torch.testing.assert_close(torch.cat(shown), expected(seen.ids), rtol=tolerance, atol=tolerance)
+
+
+def normed_hidden(target, ids):
+    """[S, H]: what transformers' own pass gives the head."""
+    taken = []
+    hook = target.model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: taken.append(inputs[0]))
+    try:
+        with torch.no_grad():
+            target.model(torch.tensor([ids]))
+    finally:
+        hook.remove()
+    return taken[0][0]
 
 
 def test_drawn_drafts_do_not_change_greedy_output(setting):

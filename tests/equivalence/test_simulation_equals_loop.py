@@ -1,8 +1,8 @@
 """What ``fit`` shows is what the loop does: at temperature 0 the same rounds, one by one; at temperature 1 the same
 distribution.
 
-A random float64 target with a vocabulary of 20 and a drafter that has learned a little of it: drafts fail and stand in
-every mixture.
+A random float64 target with a vocabulary of 20 and a drafter that has learned a little of it: drafts are accepted and
+rejected in every mixture.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def test_greedy_rounds_are_the_loops_one_by_one(setting: Setting, n: int) -> Non
 
 
 def test_argmax_drafts_at_temperature_one_give_the_same_rounds_too(setting: Setting) -> None:
-    """A one-hot proposal stands iff the target drew it, so the text decides and not chance."""
+    """An argmax draft is accepted iff the target drew it, so the text decides and not chance."""
     texts = prompts(30, seed=3)
     settings = DecodingSettings(3, HOT, eos_ids=(EOS,), seed=5)
     results = speculative_generate(setting.target, setting.drafter, prompts_of(texts, 20), settings).results
@@ -114,8 +114,8 @@ def test_argmax_drafts_at_temperature_one_give_the_same_rounds_too(setting: Sett
     assert simulated(setting, captured(setting.target, texts, results), decoding).rounds == [r.rounds for r in results]
 
 
-def draft_sampling(setting: Setting, ids: list[int], taps: Tensor, sampling: SamplingParams) -> Tensor:
-    """The drafter's distribution [V] of the token behind ``ids``, whose last token is the anchor."""
+def draft_distribution(setting: Setting, ids: list[int], taps: Tensor, sampling: SamplingParams) -> Tensor:
+    """The drafter's distribution [V] of the token after ``ids``, whose last token is the anchor."""
     cache = setting.drafter.new_cache(1)
     observed = len(ids) - 1
     setting.drafter.observe(
@@ -131,17 +131,17 @@ def draft_sampling(setting: Setting, ids: list[int], taps: Tensor, sampling: Sam
     [HOT, SamplingParams(temperature=0.7, top_k=6), SamplingParams(temperature=1.3, top_p=0.8)],
     ids=["1", "0.7 top-k", "1.3 top-p"],
 )
-def test_a_slot_stands_with_one_minus_the_distance_of_the_distributions(
+def test_a_slot_is_accepted_with_one_minus_the_distance_of_the_distributions(
     setting: Setting, sampling: SamplingParams
 ) -> None:
-    """Σ_x q(x)·P(stands | x) over every continuation x = 1 − TV(p, q) (Leviathan et al. 2023, theorem 3.5)."""
+    """Σ_x q(x)·P(accepted | x) over every continuation x = 1 − TV(p, q) (Leviathan et al. 2023, theorem 3.5)."""
     for text in prompts(4, seed=4):
         documents = [capture(setting.target, text[:-1], [text[-1], x], TAPS, f"{x:03d}", "train") for x in range(VOCAB)]
         scores = setting.drafter.score(pack_batch(documents), 1, sampling, sampling)
         assert scores.accept_RK.shape == (VOCAB, 1)
         target_logits = setting.target.logits(documents[0].last_hidden[len(text) - 1]).double()
         q = truncated_log_probs(target_logits, sampling).exp()
-        p = draft_sampling(setting, text, documents[0].taps, sampling).double()
+        p = draft_distribution(setting, text, documents[0].taps, sampling).double()
         expected = 1 - 0.5 * float((p - q).abs().sum())
         assert 0.02 < expected < 0.98
         assert float((q * scores.accept_RK[:, 0]).sum()) == pytest.approx(expected, abs=1e-5)

@@ -47,11 +47,11 @@ def test_impossible_temperatures_are_refused(temperature):
 
 
 def over_confident(rounds, true_temperatures, seed=0):
-    """Rounds in which slot j stands with chance σ(z / T_j), while the drafter says σ(z)."""
+    """Rounds in which slot j is accepted with chance σ(z / T_j), while the drafter says σ(z)."""
     rng = np.random.default_rng(seed)
     z = rng.normal(0.7, 1.5, (rounds, len(true_temperatures)))
-    stands = rng.random(z.shape) < sigmoid(z / np.array(true_temperatures))
-    return ConfidenceSamples(sigmoid(z), np.cumprod(stands, axis=1).astype(float), np.ones(z.shape, dtype=bool))
+    accepted = rng.random(z.shape) < sigmoid(z / np.array(true_temperatures))
+    return ConfidenceSamples(sigmoid(z), np.cumprod(accepted, axis=1).astype(float), np.ones(z.shape, dtype=bool))
 
 
 def test_temperatures_are_found_again_from_left_to_right():
@@ -208,7 +208,7 @@ def test_schedule_equals_one_decision_at_a_time(seed):
 
 
 def test_what_a_later_slot_says_does_not_decide_an_earlier_one():
-    """The lossless condition: whether slot j of a row is kept is the same for all confidences behind it."""
+    """The lossless condition: whether slot j of a row is kept is the same for all confidences after it."""
     rng = np.random.default_rng(0)
     cost = StepCost(verify=((1, 1.0), (4, 1.15), (8, 2.0), (32, 6.0)))
     for _ in range(300):

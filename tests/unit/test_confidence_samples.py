@@ -1,4 +1,4 @@
-"""From simulates and from the loop's rounds to samples of what was said and what became of it."""
+"""From simulated and from decoded rounds to samples of what was said and what became of it."""
 
 import numpy as np
 import pytest
@@ -11,8 +11,8 @@ from spectrain.evaluation.reliability import confidence_stats
 
 
 def test_samples_are_taken_where_the_simulation_starts_a_round():
-    # Anchors of the answer's tokens 0 … 5; from 0 one draft is accepted, so the next round starts at 2, where both
-    # stand, and the last at 5.
+    # Anchors of the answer's tokens 0 … 5; from 0 one draft is accepted, so the next round starts at 2, where both are
+    # accepted, and the last at 5.
     accept = np.array([[1, 0], [9, 9], [1, 1], [9, 9], [9, 9], [0, 0]], dtype=float)
     confidence = np.arange(12).reshape(6, 2) / 12
     samples = simulated_samples(Span(3, accept, True, confidence), 2)
@@ -31,6 +31,11 @@ def test_outcomes_of_a_sampled_simulation_are_chances():
     accept = np.full((40, 2), 0.5)
     samples = simulated_samples(Span(0, accept, False, np.full((40, 2), 0.9)), 2, np.random.default_rng(0))
     assert (samples.accepted == [0.5, 0.25]).all()
+
+
+def test_a_span_without_confidences_has_no_samples():
+    with pytest.raises(ValueError, match="no confidences"):
+        simulated_samples(Span(0, np.zeros((2, 1)), True), 1)
 
 
 def rounds():

@@ -58,7 +58,7 @@ def show(
 DOCUMENT = [("<user>2+2?<end>\n", 0), ("4.<end>", 1), ("\n<user>And?<end>", 0), ("Four.\nReally.<end>", 1), ("\n", 0)]
 
 
-def test_supervised_spans_stand_in_brackets_without_colour() -> None:
+def test_supervised_spans_are_in_brackets_without_colour() -> None:
     shown = show([make_response(DOCUMENT)])
     assert "<user>2+2?<end>\n⟦4.<end>⟧\n<user>And?<end>⟦Four.\nReally.<end>⟧\n" in shown
     assert "legend: ⟦supervised⟧" in shown

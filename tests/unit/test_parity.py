@@ -12,12 +12,14 @@ from parity_tools import DRAFTS, Family, as_rounds, train
 
 from spectrain.data.vocab import DraftVocab
 from spectrain.decoding.acceptance import Round
+from spectrain.decoding.proposers import Observation, Proposal
 from spectrain.drafters.autoregressive.eagle3 import Eagle3
 from spectrain.engines.vllm.requests import Answer, ReportedRound
 from spectrain.engines.vllm.rounds import placed_rounds
 from spectrain.errors import RunError
 from spectrain.evaluation.diagnosis import Misreading, diagnose, misreadings
 from spectrain.evaluation.parity import DecodedPrompt, compare
+from spectrain.evaluation.replay import Follower, Text
 
 ALL_ON = Options(
     "qwen3", (1, 3, 5), 1, True, norm_before_residual=True, norm_before_fc=True, fc_norm=True, norm_output=True
@@ -151,6 +153,52 @@ def test_a_text_of_another_target_is_the_targets_difference(
 def test_nothing_compared_is_no_parity(family: Family, drafter: Eagle3, ours: list[DecodedPrompt]) -> None:
     report = compare(family.model, drafter, ours[:1], [replace(ours[0], rounds=[])], DRAFTS)
     assert not report.passed and "nothing was compared" in report.reason()
+
+
+class HiddenReader:
+    """Drafts the likeliest tokens by the last hidden state that it was shown, so it drafts otherwise if that is another
+    position's, or not normed.
+    """
+
+    taps: tuple[int, ...] = ()
+    reads_last_hidden = True
+
+    def __init__(self, family: Family) -> None:
+        self.head = family.model.model.get_output_embeddings()
+        self.shown: list[Observation] = []
+
+    def new_cache(self, batch_size: int) -> list[torch.Tensor]:
+        return [torch.empty(0)] * batch_size
+
+    def observe(self, cache: list[torch.Tensor], observation: Observation) -> None:
+        assert observation.last_hidden_BTH is not None and observation.taps_BTAH is None
+        self.shown.append(observation)
+        for row, length in enumerate(observation.lengths_B.tolist()):
+            cache[row] = observation.last_hidden_BTH[row, length - 1]
+
+    def propose(self, cache: list[torch.Tensor], anchor_B, n, sampling, generators=None) -> Proposal:
+        with torch.no_grad():
+            return Proposal(self.head(torch.stack(cache)).topk(n).indices)
+
+    def select(self, cache: list[torch.Tensor], rows: torch.Tensor) -> list[torch.Tensor]:
+        return [cache[row] for row in rows.tolist()]
+
+
+def test_a_drafter_that_reads_the_last_hidden_state_is_shown_it_in_replay(family: Family) -> None:
+    ours = family.ours(HiddenReader(family))
+    assert any(r.accepted for one in ours for r in one.rounds)
+    reader = HiddenReader(family)
+    report = compare(family.model, reader, [replace(decoded, rounds=[]) for decoded in ours], ours, DRAFTS)
+    assert report.passed and report.replayed == report.equal == report.rounds > 50
+
+    reader.shown.clear()
+    follower = Follower(reader, Text(family.model, ids := [*ours[0].prompt, *ours[0].answer], ()), None, DRAFTS)
+    for anchor in (3, 4, 9):
+        follower.draft(anchor)
+    with torch.no_grad():
+        expected = family.model.model.model(torch.tensor([ids])).last_hidden_state[:, :9]  # after the final norm
+    torch.testing.assert_close(torch.cat([one.last_hidden_BTH for one in reader.shown], dim=1), expected)
+    assert torch.cat([one.ids_BT for one in reader.shown], dim=1).tolist() == [ids[:9]]
 
 
 # --- naming the cause ----------------------------------------------------------------------------------------------

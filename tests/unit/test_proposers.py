@@ -1,4 +1,6 @@
-"""N-gram lookup against a search written out token by token."""
+"""N-gram lookup against a search written out token by token, and parts of what a proposer observes."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -46,6 +48,26 @@ def test_rows_draft_their_own_counts_and_drafting_leaves_no_trace():
     assert first.ids.tolist() == [[5, 6, 0], [0, 0, 0], [4, 0, 0]]
     kept = proposer.select(cache, torch.tensor([2, 0]))
     assert proposer.propose(kept, anchors[[2, 0]], 3, GREEDY).lengths.tolist() == [1, 2]
+
+
+def observed():
+    return Observation(
+        ids_BT=torch.arange(6).reshape(2, 3),
+        lengths_B=torch.tensor([3, 2]),
+        taps_BTAH=torch.arange(24.0).reshape(2, 3, 2, 2),
+        last_hidden_BTH=torch.arange(12.0).reshape(2, 3, 2),
+    )
+
+
+def test_a_part_of_an_observation_is_that_of_all_it_holds():
+    whole = observed()
+    part = whole.part(torch.tensor([1]), slice(2), torch.tensor([1]))
+    assert (part.ids_BT.tolist(), part.lengths_B.tolist()) == ([[3, 4]], [1])
+    assert part.taps_BTAH.tolist() == whole.taps_BTAH[1:, :2].tolist()
+    assert part.last_hidden_BTH.tolist() == whole.last_hidden_BTH[1:, :2].tolist()
+    assert whole.part(torch.tensor([1, 0])).lengths_B.tolist() == [2, 3]
+    bare = replace(whole, taps_BTAH=None, last_hidden_BTH=None).part(torch.tensor([0]))
+    assert bare.taps_BTAH is None and bare.last_hidden_BTH is None
 
 
 def test_impossible_sizes_are_rejected():

@@ -14,6 +14,7 @@ from spectrain.evaluation.records import (
     EvaluationRecord,
     PromptResult,
     build_record,
+    measurement_name,
     read_record,
     read_records,
 )
@@ -190,6 +191,7 @@ def test_file_names_differ_where_the_measurement_does():
         changed(temperature=1.0),
         changed(draft_policy="threshold", draft_threshold=0.3),
         changed(draft_policy="threshold", draft_threshold=0.4),
+        changed(draft_policy="scheduler"),
         changed(concurrency=8),
     ]
     names = [build_record(c, [result("a", [1], 1.0)]).file_name() for c in same + different]
@@ -199,6 +201,7 @@ def test_file_names_differ_where_the_measurement_does():
         build_record(changed(suite="../my suite"), [result("a", [1], 1.0)]).file_name()
         == ".._my_suite-hf-eagle3-n3-t0.json"
     )
+    assert measurement_name("gsm8k", "vllm", 3, 0.5) == "gsm8k-vllm-n3-t0.5"  # of all methods and batch sizes
 
 
 @pytest.mark.parametrize(

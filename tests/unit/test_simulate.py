@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from spectrain.data.packing import PackedBatch
 from spectrain.decoding.acceptance import Round, acceptance
 from spectrain.decoding.simulate import (
     Span,
@@ -16,6 +17,8 @@ from spectrain.decoding.simulate import (
     simulate,
     supervised_spans,
 )
+from spectrain.drafters.base import DraftScores
+from spectrain.training.simulated_acceptance import document_spans
 
 
 def truths(rows):
@@ -30,7 +33,7 @@ def test_rounds_of_a_hand_simulated_answer():
     assert simulate(Span(10, accept, stopped=False), 3) == [Round(10, 3, 2), Round(13, 3, 2, cut=True)]
     # With two drafts the last round is complete: everything it drafted was seen.
     assert simulate(Span(10, accept, stopped=False), 2) == [Round(10, 2, 2), Round(13, 2, 2)]
-    # With one draft a failure ends a round wherever it stands.
+    # With one draft a rejection ends a round wherever it is.
     assert simulate(Span(0, accept, stopped=False), 1) == [Round(0, 1, 1), Round(2, 1, 0), Round(3, 1, 1)]
 
 
@@ -132,3 +135,35 @@ def test_acceptance_probability_is_the_capped_ratio():
     p, q = torch.tensor([0.1, 0.5, 0.0, 0.3]).log(), torch.tensor([0.4, 0.2, 0.5, 0.0]).log()
     assert acceptance_probability(p, q).tolist() == pytest.approx([0.25, 1.0, 0.0, 0.0])
     assert acceptance_probability(torch.tensor([-math.inf]), torch.tensor([-math.inf])).tolist() == [0.0]
+
+
+# --- spans of a packed batch ---------------------------------------------------------------------------------------
+
+
+def packed(ids, mask, documents):
+    """What ``document_spans`` reads of a batch."""
+    nothing = torch.empty(len(ids), 0)
+    columns = (torch.tensor(column) for column in (ids, mask, [0] * len(ids), documents))
+    return PackedBatch(*columns, nothing, nothing, None)
+
+
+@pytest.mark.parametrize("with_confidence", [True, False])
+def test_spans_are_the_answers_of_each_document(with_confidence):
+    """Two documents, the first with two answers, the second with one that the length limit ended."""
+    batch = packed([1, 2, 9, 3, 4, 9, 1, 5, 6], [0, 1, 1, 0, 1, 1, 0, 1, 1], [0, 0, 0, 0, 0, 0, 1, 1, 1])
+    anchors = torch.tensor([7, 1, 2, 4, 5])  # of no particular order; position 8 is no anchor
+    accept = torch.arange(10.0).reshape(5, 2)
+    scores = DraftScores(anchors, accept, accept + 100 if with_confidence else None)
+    first, second = document_spans(batch, scores, eos_ids=(9,))
+    assert [(span.start, span.stopped) for span in first] == [(1, True), (4, True)]
+    assert [(span.start, span.stopped) for span in second] == [(1, False)]
+    assert [span.accept.tolist() for span in (*first, *second)] == [
+        [[2, 3], [4, 5]],
+        [[6, 7], [8, 9]],
+        [[0, 1], [0, 0]],
+    ]
+    if with_confidence:
+        assert [span.confidence.tolist() for span in first] == [[[102, 103], [104, 105]], [[106, 107], [108, 109]]]
+        assert second[0].confidence.tolist() == [[100, 101], [0, 0]]
+    else:
+        assert all(span.confidence is None for span in (*first, *second))

@@ -162,7 +162,7 @@ def test_without_drafts_the_next_token_is_a_plain_sample():
 
 
 def test_an_empty_residual_falls_back_to_the_target():
-    """p = q up to rounding: the draft is refused by a hair, and nothing of q is above p."""
+    """p = q up to rounding: the draft is rejected by a hair, and nothing of q is above p."""
     sampling = torch.tensor([0.5, 0.5]).log()
     above = torch.tensor([0.5000001, 0.5]).log()
     verdict = verify(

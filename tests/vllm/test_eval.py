@@ -84,10 +84,10 @@ def test_parity_passes_and_is_bound_to_the_weights(
 
     # Asked again, nothing is done; with a server that drafts otherwise, the gate fails, says where, and is not
     # satisfied by that record.
-    served = stage._served
-    monkeypatch.setattr(stage, "_served", lambda context: pytest.fail("vLLM was started for nothing"))
+    served = stage._theirs
+    monkeypatch.setattr(stage, "_theirs", lambda context: pytest.fail("vLLM was started for nothing"))
     assert main(["eval", "parity", *arguments, *VLLM]) == 0
-    monkeypatch.setattr(stage, "_served", lambda context: _one_wrong_draft(served, context))
+    monkeypatch.setattr(stage, "_theirs", lambda context: _one_wrong_draft(served, context))
     assert main(["eval", "parity", *arguments, *VLLM, "suite.max_prompts=2"]) == 1
     said = capsys.readouterr().err
     assert (
