@@ -212,7 +212,7 @@ class TrainerConfig:
     packed_length: int = 2048  # whole documents are packed into rows of so many tokens
     micro_batch_size: int = 1  # rows in one forward pass
     gradient_accumulation: int = 1  # forward passes per optimiser step
-    optimizer: str = "adamw"  # adamw, muon (2-D body matrices; the rest by AdamW)
+    optimizer: str = "adamw"  # adamw, muon (matrices between hidden features; the rest by AdamW)
     learning_rate: float = 1e-3
     muon_learning_rate: float = 2e-3  # updates are scaled to the size of AdamW's, so rates are alike
     weight_decay: float = 0.0

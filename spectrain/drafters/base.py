@@ -21,7 +21,7 @@ from spectrain.data.vocab import DraftVocab
 from spectrain.decoding.proposers import Observation, Proposal
 from spectrain.decoding.sampling import SamplingParams
 from spectrain.drafters.foreign_checkpoints import Copies
-from spectrain.drafters.layers import LayerShape
+from spectrain.drafters.layers import LayerShape, VocabProjection
 from spectrain.drafters.losses.fused import LossSums, Teacher
 from spectrain.target.head import TargetHead
 
@@ -124,6 +124,13 @@ class Drafter(nn.Module, ABC):
     def lm_head_DH(self) -> Tensor:
         """Its own output matrix with a reduced vocabulary, else the target's."""
         return self.body.lm_head.weight if self.shape.owns_head else self.head.lm_head_weight
+
+    def hidden_matrices(self) -> list[Tensor]:
+        """Weights of the linear layers between hidden features: what Muon may take. Neither tables of tokens
+        (embeddings, codebooks, every ``VocabProjection``) nor single rows (a confidence head).
+        """
+        layers = [m for m in self.modules() if isinstance(m, nn.Linear) and not isinstance(m, VocabProjection)]
+        return [layer.weight for layer in layers if min(layer.weight.shape) > 1]
 
     def attach(self, head: TargetHead) -> Drafter:
         """Lend the target's embedding and head, which a drafter shares and never owns. Needed before ``observe`` and

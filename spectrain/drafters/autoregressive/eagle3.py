@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from spectrain.drafters.field_checks import check_sizes
-from spectrain.drafters.layers import LayerShape, Projections, RMSNorm, SwiGLU
+from spectrain.drafters.layers import LayerShape, Projections, RMSNorm, SwiGLU, VocabProjection
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Eagle3Body(nn.Module):
         self.layers = nn.ModuleList(Eagle3Layer(shape, i) for i in range(shape.num_layers))  # type: ignore[assignment]
         self.norm = RMSNorm(hidden, eps)
         if shape.owns_head:
-            self.lm_head = nn.Linear(hidden, shape.draft_vocab_size, bias=False)
+            self.lm_head = VocabProjection(hidden, shape.draft_vocab_size, bias=False)
 
     def normed_taps(self, taps_AH: Tensor) -> Tensor:
         """What fc reads, before it is laid flat: [..., A, H]."""
