@@ -167,7 +167,7 @@ class TrainerConfig(Section, name="trainer"):
     micro_batch_size: int = key(1, "packed sequences in one forward pass", at_least=1)
     gradient_accumulation: int = key(1, "forward passes of one optimizer step", at_least=1)
     optimizer: Literal["adamw", "muon"] = key(
-        "adamw", "muon takes the two-dimensional matrices of the body and leaves the rest to AdamW"
+        "adamw", "muon takes the matrices between hidden features and leaves the rest to AdamW"
     )
     learning_rate: float = key(1e-3, "greatest learning rate of AdamW", above=0)
     muon_learning_rate: float = key(

@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -107,7 +108,10 @@ class BatchLoader:
 
     def __next__(self) -> PackedBatch:
         started = time.perf_counter()
-        batch = next(self._batches)
+        try:
+            batch = next(self._batches)
+        except (OSError, EOFError, RuntimeError) as error:  # documents raise none of these, see _Batches
+            raise _worker_died(error) from error
         self.waited_s += time.perf_counter() - started
         if isinstance(batch, _Failure):
             raise RunError(batch.message)
@@ -120,12 +124,17 @@ class BatchLoader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         batches, self._batches = self._batches, iter(())
-        # Without this call workers end when the iterator is collected, which the frames of an exception put off.
-        getattr(batches, "_shutdown_workers", lambda: None)()
-        # Torch tells of a dead worker by an exception in the main thread, from a signal handler or while it waits.
+        with suppress(RuntimeError):  # of a worker that dies while it is being ended
+            # Without this call workers end when the iterator is collected, which the frames of an exception put off.
+            getattr(batches, "_shutdown_workers", lambda: None)()
+        # A worker that dies makes torch raise in the main thread, from a signal handler, whatever runs there.
         if isinstance(error, RuntimeError) and _DEAD_WORKER.match(str(error)):
-            reason = str(error).splitlines()[0].strip()
-            raise RunError(
-                f"a worker that makes batches of hidden states has died ({reason}), most likely because memory ran out "
-                f"(the machine's or that of /dev/shm): lower trainer.loader_workers; 0 makes batches without workers"
-            ) from error
+            raise _worker_died(error) from error
+
+
+def _worker_died(error: Exception) -> RunError:
+    reason = (str(error) or type(error).__name__).splitlines()[0].strip()
+    return RunError(
+        f"a worker that makes batches of hidden states has died ({reason}), most likely because memory ran out (the "
+        f"machine's, or that of /dev/shm): lower trainer.loader_workers; 0 makes batches without workers"
+    )

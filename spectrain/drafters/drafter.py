@@ -24,7 +24,7 @@ from spectrain.data.packing import PackedBatch
 from spectrain.data.vocab import DraftVocab
 from spectrain.decoding.proposers import Observation, Proposal
 from spectrain.decoding.sampling import SamplingParams
-from spectrain.drafters.layers import RMSNorm
+from spectrain.drafters.layers import RMSNorm, VocabProjection
 from spectrain.drafters.losses.reference import TERMS
 from spectrain.drafters.losses.students import LossSums, Teacher
 from spectrain.drafters.target_copies import TargetCopies
@@ -151,6 +151,13 @@ class Drafter(nn.Module, ABC):
                 module.weight.normal_(0.0, _INIT_STD, generator=generator)
             elif isinstance(module, RMSNorm):
                 module.weight.fill_(1.0)
+
+    def hidden_matrices(self) -> list[Tensor]:
+        """Weights of the linear layers between hidden features: what Muon may take. Neither tables of tokens
+        (embeddings, codebooks, every ``VocabProjection``) nor single rows (a confidence head).
+        """
+        layers = [m for m in self.modules() if isinstance(m, nn.Linear) and not isinstance(m, VocabProjection)]
+        return [layer.weight for layer in layers if min(layer.weight.shape) > 1]
 
     def attach(self, head: TargetHead) -> Drafter:
         """Lend the target's embedding and head, which a drafter shares and never owns. Needed before ``observe`` and

@@ -156,6 +156,12 @@ class Projections(nn.Module):
         return self.o_proj(heads.flatten(-2))
 
 
+class VocabProjection(nn.Linear):
+    """A linear layer whose outputs are logits, one for each token of a vocabulary. The type tells it from layers
+    between hidden features: each of its rows belongs to a token.
+    """
+
+
 class SwiGLU(nn.Module):
     """down(silu(gate(x)) * up(x))."""
 

@@ -2,7 +2,8 @@
 
 AdamW is torch's. Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) is ours because torch's runs its
 Newton–Schulz iteration in bfloat16 only, which a CPU without bfloat16 units emulates ten times slower than float32. It
-takes the 2-D matrices of the body; norms and lm_head stay with AdamW.
+takes matrices between hidden features, whose singular values an update should level; where a row belongs to a token
+(embeddings, codebooks, output matrices) or there is one row only, AdamW stays.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import math
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
 from spectrain.config.schema import TrainerConfig
+from spectrain.drafters.base import Drafter
 
 # Quintic iteration with slope 3.4445 at 0: pushes all singular values into about [0.7, 1.2] in five steps.
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
@@ -40,7 +42,7 @@ class Muon(Optimizer):
     arXiv:2502.16982).
     """
 
-    def __init__(self, params: list[nn.Parameter], lr: float, weight_decay: float = 0.0) -> None:
+    def __init__(self, params: list[Tensor], lr: float, weight_decay: float = 0.0) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
 
     @torch.no_grad()
@@ -58,17 +60,20 @@ class Muon(Optimizer):
                 parameter.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(parameter.shape)))
 
 
-def build_optimizers(model: nn.Module, config: TrainerConfig) -> list[Optimizer]:
-    """One optimiser, or Muon for the body's matrices and AdamW for the rest. Matrices decay, vectors do not."""
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    matrices = [p for _, p in named if p.ndim >= 2]
-    vectors = [p for _, p in named if p.ndim < 2]
+def build_optimizers(drafter: Drafter, config: TrainerConfig) -> list[Optimizer]:
+    """One optimiser, or Muon for the drafter's hidden matrices and AdamW for the rest. Matrices decay, vectors do
+    not.
+    """
+    trained = [p for p in drafter.parameters() if p.requires_grad]
+    matrices = [p for p in trained if p.ndim >= 2]
+    vectors = [p for p in trained if p.ndim < 2]
     optimizers: list[Optimizer] = []
     if config.optimizer == "muon":
-        body = [p for name, p in named if p.ndim == 2 and "lm_head" not in name]
-        chosen = {id(p) for p in body}
+        hidden = [p for p in drafter.hidden_matrices() if p.requires_grad]
+        chosen = {id(p) for p in hidden}
         matrices = [p for p in matrices if id(p) not in chosen]
-        optimizers.append(Muon(body, config.muon_learning_rate, config.weight_decay))
+        if hidden:
+            optimizers.append(Muon(hidden, config.muon_learning_rate, config.weight_decay))
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     groups = [group for group in groups if group["params"]]
     if groups:

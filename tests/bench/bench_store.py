@@ -6,6 +6,9 @@ Every reader takes the documents in the same shuffled order and ends with their 
 trainer's packing does. ``raw`` seeks and reads each document from one flat file. "Cold" is after the operating system
 was told to drop the files from its cache (Linux only; a virtual disk may have a cache of its own), "warm" with all of
 them in memory. int8 counts the bytes it delivers, as float32. One thread each.
+
+Then the trainer's loader, from the warm float32 store: batches of 2048 tokens, made by the reader itself (0 workers) or
+by worker processes that hand them over in shared memory; without their start, which is shown apart.
 """
 
 from __future__ import annotations
@@ -22,8 +25,11 @@ import torch
 
 from spectrain.data.hidden_states import StoredHiddenStates, StoreMeta, TargetStates, bytes_per_token
 from spectrain.data.hidden_states_writer import HiddenStatesWriter
+from spectrain.data.loader import BatchLoader, BatchRequest
+from spectrain.data.packing import pack_rows
 
 HIDDEN, LAYERS, TAPS, LENGTHS = 576, 30, (2, 15, 27), range(100, 700)
+BATCH_TOKENS = 2048
 
 
 def make_meta(dtype: str) -> StoreMeta:
@@ -93,6 +99,20 @@ def drop_from_cache(folder: Path) -> bool:
     return True
 
 
+def load_batches(store: StoredHiddenStates, workers: int) -> tuple[float, float, float]:
+    """Milliseconds to the first batch, milliseconds a batch after that, and the bytes of a second."""
+    rows = pack_rows(store.lengths.tolist(), BATCH_TOKENS, 0, 0)
+    requests = [BatchRequest(tuple(row), BATCH_TOKENS) for row in rows]
+    read, start = 0, time.perf_counter()
+    with BatchLoader(store, requests, torch.device("cpu"), workers) as loader:
+        next(loader)
+        first = time.perf_counter()
+        for batch in loader:
+            read += batch.taps_TAH.nbytes + batch.last_hidden_TH.nbytes
+        end = time.perf_counter()
+    return (first - start) * 1e3, (end - first) * 1e3 / (len(requests) - 1), read / (end - first)
+
+
 def speed(read: Callable[[], int]) -> float:
     start = time.perf_counter()
     return read() / (time.perf_counter() - start)
@@ -131,6 +151,10 @@ def main() -> None:
             print(
                 f"{reader:<10}{write:>10}{cold[reader] / 1e6:>10,.0f}{warm[reader] / 1e6:>10,.0f}{ratios[0]:>10.2f}{ratios[1]:>10.2f}"  # noqa: E501
             )
+        print(f"\n{'loader':<10}{'first, ms':>10}{'batch, ms':>10}{'MB/s':>10}")
+        for workers in (0, 1, 2):
+            first, each, rate = load_batches(StoredHiddenStates(folder / "float32"), workers)
+            print(f"{workers} workers {first:>10,.0f}{each:>10,.1f}{rate / 1e6:>10,.0f}")
 
 
 if __name__ == "__main__":

@@ -5,10 +5,13 @@ step.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
+from block_tools import DFLASH2, DSPARK, BlockOptions, random_block_drafter
 from drafter_tools import Options, random_drafter, tensors_of
+from spectrain.drafters.base import Drafter
 
 from spectrain.config.schema import TrainerConfig
 from spectrain.training.optim import Muon, build_optimizers, lr_factor, orthogonalise, set_learning_rates
@@ -47,39 +50,89 @@ def test_muon_steps_are_nesterov_momentum_orthogonalised() -> None:
         torch.testing.assert_close(parameter.detach(), expected, rtol=1e-9, atol=1e-12)
 
 
-def groups_of(optimizer: str, **options: object) -> dict[str, tuple[str, float, float]]:
-    """Parameter name -> (optimiser class, learning rate, weight decay)."""
-    drafter = random_drafter(Options(layer_type="qwen3", reduced=True, num_layers=2, fc_norm=True))
+def eagle3() -> Drafter:
+    return random_drafter(Options(layer_type="qwen3", reduced=True, num_layers=2, fc_norm=True))
+
+
+def groups_of(optimizer: str, drafter: Drafter) -> dict[str, tuple[str, float, float]]:
+    """Parameter name -> (optimiser class, learning rate, weight decay), of all that are trained."""
     names = {id(p): name for name, p in tensors_of(drafter).items()}
-    config = TrainerConfig(
-        optimizer=optimizer, learning_rate=1e-3, muon_learning_rate=0.03, weight_decay=0.1, **options
-    )
+    config = TrainerConfig(optimizer=optimizer, learning_rate=1e-3, muon_learning_rate=0.03, weight_decay=0.1)
     found: dict[str, tuple[str, float, float]] = {}
     for built in build_optimizers(drafter, config):
         for group in built.param_groups:
             for parameter in group["params"]:
                 assert names[id(parameter)] not in found  # each parameter once
                 found[names[id(parameter)]] = (type(built).__name__, group["lr"], group["weight_decay"])
-    assert set(found) == set(names.values())  # and none forgotten
+    trained = {name for name, p in tensors_of(drafter).items() if p.requires_grad}
+    assert set(found) == trained  # and none forgotten
     return found
 
 
 def test_adamw_decays_matrices_only() -> None:
-    for name, (kind, lr, decay) in groups_of("adamw").items():
+    for name, (kind, lr, decay) in groups_of("adamw", eagle3()).items():
         assert (kind, lr) == ("AdamW", 1e-3)
         assert decay == (0.0 if "norm" in name else 0.1), name
 
 
-def test_muon_takes_the_matrices_of_the_body() -> None:
-    for name, (kind, lr, decay) in groups_of("muon").items():
-        expected = (
-            ("AdamW", 1e-3, 0.0)
-            if "norm" in name
-            else ("AdamW", 1e-3, 0.1)
-            if "lm_head" in name
-            else ("Muon", 0.03, 0.1)
-        )
-        assert (kind, lr, decay) == expected, name
+ATTENTION = {f"self_attn.{name}_proj.weight" for name in "qkvo"}
+LAYER = ATTENTION | {f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")}
+CONV = {f"{name}_conv.kernel_projection.weight" for name in ("attention", "mlp")}
+
+
+def in_layers(count: int, names: set[str]) -> set[str]:
+    return {f"layers.{layer}.{name}" for layer in range(count) for name in names}
+
+
+@pytest.mark.parametrize(
+    ("drafter", "by_muon", "matrices_by_adamw"),
+    [
+        (eagle3(), {"fc.weight", *in_layers(2, LAYER)}, {"lm_head.weight"}),
+        (
+            random_block_drafter(replace(DSPARK, reduced=True)),
+            {"fc.weight", *in_layers(2, LAYER)},
+            {
+                *("lm_head.weight", "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"),
+                "confidence_head.proj.weight",
+            },
+        ),
+        (
+            random_block_drafter(BlockOptions(method="dspark", anchor=True, markov="gated")),
+            {"fc.weight", "markov_head.gate_proj.weight", *in_layers(2, LAYER)},
+            {"markov_head.markov_w1.weight", "markov_head.markov_w2.weight"},
+        ),
+        (
+            random_block_drafter(BlockOptions(method="dspark", anchor=True, markov="rnn")),
+            {"fc.weight", "markov_head.joint_proj.weight", *in_layers(2, LAYER)},
+            {"markov_head.markov_w1.weight", "markov_head.markov_w2.weight"},
+        ),
+        (
+            random_block_drafter(DFLASH2),
+            {"fc.weight", "candidate_selector.hidden_projection.weight", *in_layers(2, LAYER | CONV)},
+            {
+                *("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook"),
+                *in_layers(2, {"attention_conv.base_kernel", "mlp_conv.base_kernel"}),
+            },
+        ),
+    ],
+    ids=["eagle3", "dspark", "dspark gated", "dspark rnn", "dflash2"],
+)
+def test_muon_takes_matrices_between_hidden_features_only(
+    drafter: Drafter, by_muon: set[str], matrices_by_adamw: set[str]
+) -> None:
+    found = groups_of("muon", drafter)
+    assert {name for name, group in found.items() if group == ("Muon", 0.03, 0.1)} == by_muon
+    assert {name for name, group in found.items() if group == ("AdamW", 1e-3, 0.1)} == matrices_by_adamw
+    vectors = set(found) - by_muon - matrices_by_adamw
+    assert vectors and all(found[name] == ("AdamW", 1e-3, 0.0) for name in vectors)
+    assert all(parameter.ndim == 1 for name, parameter in tensors_of(drafter).items() if name in vectors)
+
+
+def test_a_drafter_without_hidden_matrices_is_left_to_adamw() -> None:
+    drafter = random_drafter(Options(reduced=True))
+    for name, parameter in drafter.named_parameters():
+        parameter.requires_grad_("lm_head" in name)
+    assert groups_of("muon", drafter) == {"lm_head.weight": ("AdamW", 1e-3, 0.1)}
 
 
 def test_learning_rates_are_multiples_of_the_initial_ones() -> None:

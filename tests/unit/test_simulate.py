@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from spectrain.drafters.base import DraftScores
 
 from spectrain.data.packing import PackedBatch
 from spectrain.decoding.acceptance import Round, acceptance
@@ -17,7 +18,6 @@ from spectrain.decoding.simulate import (
     simulate,
     supervised_spans,
 )
-from spectrain.drafters.base import DraftScores
 from spectrain.training.simulated_acceptance import document_spans
 
 

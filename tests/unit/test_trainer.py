@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -153,6 +155,62 @@ def test_a_loss_that_is_not_finite_stops_before_the_optimiser(tmp_path: Path, fi
 def test_a_batch_in_which_nothing_counts_stops_before_the_optimiser(tmp_path: Path) -> None:
     empty = [random_document(mask, 3, i) for i, mask in enumerate(["0000", "01", "00001"])]
     stopped(tmp_path, empty, "no position counts in the batch of step 1.*mask")
+
+
+READS = ("item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__", "__index__")  # these wait for a device
+
+
+def test_nothing_is_read_from_the_device_between_micro_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a step with four micro-batches, all that the trainer reads is its sums, after the last backward pass, and the
+    norm of the gradient. What drafters and losses read themselves is theirs.
+    """
+    events: list[str] = []
+    for name in READS:
+        real = getattr(Tensor, name)
+
+        def spy(*args: Any, name: str = name, real: Any = real, **kwargs: Any) -> Any:
+            frame = sys._getframe(1)
+            while frame is not None and "spectrain" not in frame.f_globals.get("__name__", ""):
+                frame = frame.f_back
+            if frame is not None and frame.f_globals["__name__"].startswith("spectrain.training"):
+                events.append(name)
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(Tensor, name, spy)
+    drafter = random_drafter(OPTIONS)
+    texts = [random_document("0001111", 3, i, drafter.head) for i in range(8)]
+    config = trainer_config(packed_length=7, gradient_accumulation=4, epochs=1, log_every_steps=100)
+    trainer = make_trainer(tmp_path, drafter, MemoryStore(texts), config)
+    backward = trainer.accelerator.backward
+    monkeypatch.setattr(trainer.accelerator, "backward", lambda loss: (events.append("backward"), backward(loss)))
+    events.clear()
+    with trainer._batches(0) as batches:
+        for step in range(2):
+            trainer._step(step, batches)
+            assert events[:4] == ["backward"] * 4
+            reads = events[4:]
+            assert reads.count("cpu") == 1 and set(reads) <= {"cpu", "__float__", "__int__", "__bool__"}, reads
+            assert len(reads) == 5, reads  # one transfer, three numbers of it, and whether the gradient is finite
+            events.clear()
+
+
+def test_metrics_say_what_share_of_a_step_waited_for_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Slow(MemoryStore):
+        seconds = 0.0
+
+        def __getitem__(self, index: int) -> TargetStates:
+            time.sleep(self.seconds)
+            return super().__getitem__(index)
+
+    documents = random_documents(OPTIONS)
+    for seconds in (0.0, 0.2):
+        source = Slow(documents)
+        source.seconds = seconds
+        fit(tmp_path / str(seconds), random_drafter(OPTIONS), source, one_batch(epochs=2))
+        shares = [line["data_wait_share"] for line in lines(tmp_path / str(seconds)) if "loss" in line]
+        assert len(shares) == 2 and all(0 < share < 1 for share in shares)
+        assert not seconds or min(shares) > 0.5
+        assert ("waiting for data" in capsys.readouterr().err) == (seconds > 0 or shares[-1] > 0.1)
 
 
 def test_without_documents_there_is_no_trainer(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ from spectrain.drafters.foreign_fields import (
 )
 from spectrain.drafters.init_from_target import MLP_NORMS, copy_weights, mlp_norm, read_layer
 from spectrain.drafters.layer_config import from_layer_config, layer_shape, to_layer_config
-from spectrain.drafters.layers import LayerShape, Projections, RMSNorm, Rotary, SwiGLU
+from spectrain.drafters.layers import LayerShape, Projections, RMSNorm, Rotary, SwiGLU, VocabProjection
 from spectrain.target.head import TargetHead
 from spectrain.target.spec import TargetSpec
 
@@ -123,7 +123,7 @@ class Eagle3Body(nn.Module):
         self.layers = nn.ModuleList(Eagle3Layer(shape, i) for i in range(shape.num_layers))  # type: ignore[assignment]
         self.norm = RMSNorm(hidden, eps)
         if shape.owns_head:
-            self.lm_head = nn.Linear(hidden, shape.draft_vocab_size, bias=False)
+            self.lm_head = VocabProjection(hidden, shape.draft_vocab_size, bias=False)
 
     def normed_taps(self, taps_AH: Tensor) -> Tensor:
         """What fc reads, before it is laid flat: [..., A, H]."""

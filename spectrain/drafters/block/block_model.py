@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from spectrain.drafters.block.block_shape import BlockShape
 from spectrain.drafters.block.conv import GroupedConv
 from spectrain.drafters.block.heads import CandidateSelector, ConfidenceHead, MarkovHead
-from spectrain.drafters.layers import Projections, RMSNorm, SwiGLU
+from spectrain.drafters.layers import Projections, RMSNorm, SwiGLU, VocabProjection
 from spectrain.target.head import TargetHead
 
 CosSin = tuple[Tensor, Tensor]
@@ -83,7 +83,7 @@ class BlockBody(nn.Module):
         self.layers = nn.ModuleList(BlockLayer(shape, i) for i in range(shape.num_layers))  # type: ignore[assignment]
         self.norm = RMSNorm(hidden, eps)
         if shape.owns_head:
-            self.lm_head = nn.Linear(hidden, shape.draft_vocab_size, bias=False)
+            self.lm_head = VocabProjection(hidden, shape.draft_vocab_size, bias=False)
         self.markov_head: MarkovHead | None = None
         self.confidence_head: ConfidenceHead | None = None
         self.candidate_selector: CandidateSelector | None = None

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from spectrain.drafters.block.block_shape import MarkovShape, SelectorShape
+from spectrain.drafters.layers import VocabProjection
 
 _INIT_STD = 0.02
 
@@ -43,7 +44,7 @@ class MarkovHead(nn.Module):
         super().__init__()
         self.shape = shape
         self.markov_w1 = nn.Embedding(target_vocab_size, shape.rank)
-        self.markov_w2 = nn.Linear(shape.rank, draft_vocab_size, bias=False)
+        self.markov_w2 = VocabProjection(shape.rank, draft_vocab_size, bias=False)
         if shape.kind == "gated":
             self.gate_proj = nn.Linear(hidden_size + shape.rank, shape.rank)
         elif shape.kind == "rnn":
