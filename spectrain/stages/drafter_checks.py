@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from spectrain.config.commands import Command
 from spectrain.config.drafter_schema import BLOCK_METHODS, BlockConfig, DrafterConfig
 from spectrain.config.schema import SpectrainConfig
 from spectrain.errors import ConfigError, InputError
@@ -24,10 +25,10 @@ _CONFIDENCE_ADVICE = "use fixed, or train one with drafter=dspark"
 # --- the configuration alone ---------------------------------------------------------------------------------------
 
 
-def check_fresh_drafts(config: SpectrainConfig, command: str) -> None:
+def check_fresh_drafts(config: SpectrainConfig, command: Command) -> None:
     """A fresh drafter gives as many drafts as the simulation takes."""
     most, wanted = config.drafter.most_drafts, config.decoding.num_speculative_tokens
-    if command in ("fit", "run", "plan") and config.drafter.path is None and most is not None and wanted > most:
+    if "fit" in command.stages and config.drafter.path is None and most is not None and wanted > most:
         raise ConfigError(
             f"decoding.num_speculative_tokens={wanted}: blocks of {config.drafter.block.block_size} slots give {most} "
             f"drafts a round, "
@@ -35,9 +36,9 @@ def check_fresh_drafts(config: SpectrainConfig, command: str) -> None:
         )
 
 
-def check_policies(config: SpectrainConfig, command: str) -> None:
+def check_policies(config: SpectrainConfig, command: Command) -> None:
     """Drafting by confidence is done by our own loop, with a drafter that has a confidence head."""
-    if command not in ("eval", "run") or config.draft_policies == ("fixed",):
+    if not command.measures or config.draft_policies == ("fixed",):
         return
     if config.engine.name != "hf":
         raise ConfigError(
@@ -46,7 +47,7 @@ def check_policies(config: SpectrainConfig, command: str) -> None:
         )
     if config.drafter.path is not None:
         check_confidence(Path(config.drafter.path).expanduser())
-    elif command == "run" and (config.drafter.method != "dspark" or config.drafter.block.confidence is False):
+    elif command.trains and (config.drafter.method != "dspark" or config.drafter.block.confidence is False):
         raise ConfigError(
             f"{_POLICY_KEYS}: this {config.drafter.method} drafter has no confidence head to draft by; "
             f"{_CONFIDENCE_ADVICE}"
