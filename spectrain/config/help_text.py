@@ -65,7 +65,7 @@ def command_help(command: Command) -> str:
             "",
             "Keys (key=value), here with their defaults",
             *(line for section, keys in _by_section(command.keys) for line in _key_block(section, keys)),
-            *_wrapped(f"All keys of a section: spectrain help {command.sections[-1]}", "  "),
+            *_wrapped(f"All keys of a section: spectrain help SECTION, such as {command.sections[-1]}", "  "),
             "",
         ]
     own = [
@@ -217,7 +217,8 @@ def _group_line(group: str) -> str:
 
 
 def _group_help(group: str) -> str:
-    lines = [f"Group {group}: {group}=OPTION, from the folder {GROUP_FOLDERS[group]}/{group}, yours or the shipped one"]
+    folder = f"{GROUP_FOLDERS[group]}/{group}"
+    lines = _wrapped(f"Group {group}: {group}=OPTION, from {folder}, your own folder or the shipped one")
     found = group_options(group)
     width = max((len(name) for name in found), default=0) + 2
     for name, file in found.items():

@@ -82,8 +82,12 @@ def user_drafters(parsed: Sequence[Override]) -> tuple[str, ...]:
     without_file = [name for name in dict.fromkeys(chosen) if name not in group_options("drafter")]
     if not without_file or any(override.key_or_group == "drafter.module" for override in parsed):
         return tuple(without_file)
-    installed = metadata.entry_points(group=DRAFTER_ENTRY_POINTS).names
-    return tuple(name for name in without_file if name in installed)
+    return tuple(name for name in without_file if name in installed_drafters())
+
+
+def installed_drafters() -> frozenset[str]:
+    """Drafters that installed packages register; what they are, is not looked at."""
+    return frozenset(metadata.entry_points(group=DRAFTER_ENTRY_POINTS).names)
 
 
 def _values(override: Override) -> list[str]:
@@ -131,9 +135,10 @@ def _check_name(override: Override, parsed: Sequence[Override]) -> None:
     if _is_hydras(key):
         return
     if key in GROUP_FOLDERS:
-        more = user_drafters(parsed) if key == "drafter" else ()
+        users = user_drafters(parsed) if key == "drafter" else ()
         for option in _values(override):
-            _check_option(key, option, more)
+            if option not in group_options(key) and option not in users:
+                raise _unknown_option(key, option)
         return
     if key.startswith(tuple(f"{section}." for section in _open_mappings())):
         return
@@ -145,14 +150,13 @@ def _check_name(override: Override, parsed: Sequence[Override]) -> None:
         raise unknown_key(key)
 
 
-def _check_option(group: str, option: str, more: Sequence[str]) -> None:
-    options = [*group_options(group), *more]
-    if option not in options:
-        close = suggest(option, options)
-        hint = f"did you mean {close[0]}? " if close else ""
-        raise ConfigError(
-            f"{group}={option} is unknown: {hint}{group} can be {', '.join(options) or 'nothing: no file is there'}"
-        )
+def _unknown_option(group: str, option: str) -> ConfigError:
+    options = [*group_options(group), *(sorted(installed_drafters()) if group == "drafter" else [])]
+    close = suggest(option, options)
+    hint = f"did you mean {close[0]}? " if close else ""
+    return ConfigError(
+        f"{group}={option} is unknown: {hint}{group} can be {', '.join(options) or 'nothing: no file is there'}"
+    )
 
 
 # --- errors --------------------------------------------------------------------------------------------------------
