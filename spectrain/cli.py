@@ -3,103 +3,109 @@
     spectrain COMMAND [group=option ...] [key=value ...] [--dry-run] [-m] [--debug] [--help]
 
 Exit codes: 0 done; 2 the configuration or an input is wrong, nothing was started; 1 a failure while running; 130
-interrupted. Torch and transformers are imported after the configuration has been read, so help and configuration errors
-come at once.
+interrupted. What a command is and needs, ``config/commands.py`` says. Torch and transformers are imported after the
+configuration has been read, so help and configuration errors come at once.
 """
 
 from __future__ import annotations
 
-import importlib
+import argparse
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NoReturn
 
+from spectrain.config.commands import COMMANDS, SWITCHES, Command, known
 from spectrain.config.conversion import suggest
-from spectrain.config.help_text import COMMANDS, FLAGS, command_help, overview
 from spectrain.config.schema import SpectrainConfig
 from spectrain.console import say, stdout
 from spectrain.errors import ConfigError, SpectrainError
 
-if TYPE_CHECKING:
-    from spectrain.stages.context import Context
-
 
 @dataclass(frozen=True)
-class Command:
+class CommandLine:
     """A parsed command line."""
 
-    command: str = ""
+    command: Command | None = None
     overrides: tuple[str, ...] = ()
+    topics: tuple[str, ...] = ()  # of a command that explains: what
+    options: dict[str, Any] = field(default_factory=dict)  # the command's own: flag without dashes -> value
+    flags: tuple[str, ...] = ()  # what is behind `--`, for another program
     help: bool = False
     version: bool = False
     dry_run: bool = False
     multirun: bool = False
     debug: bool = False
-    words: tuple[str, ...] = ()  # of `inspect`: what to look at; of `eval`: parity
-    values: dict[str, str] = field(default_factory=dict)  # of `inspect`: --limit, --split
-    print_only: bool = False  # of `serve`
-    flags: tuple[str, ...] = ()  # of `serve`: what stands behind `--`, for vLLM
 
 
-_SWITCHES = {
-    "-h": "help",
-    "--help": "help",
-    "--version": "version",
-    "--dry-run": "dry_run",
-    "-m": "multirun",
-    "--multirun": "multirun",
-    "--debug": "debug",
-}
-_COMMAND_SWITCHES = {"serve": {"--print": "print_only"}}
-_VALUES = {"inspect": ("--limit", "--split")}
-_WORDS = {"inspect": ("responses",), "eval": ("parity",)}
+class _Parser(argparse.ArgumentParser):
+    """Raises where argparse would print and exit."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
 
 
-def parse(arguments: Sequence[str]) -> Command:
+def _parser() -> _Parser:
+    """Options alone: overrides, which may be between them, are what the parser does not know."""
+    switches = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
+    for switch in SWITCHES:
+        switches.add_argument(*switch.flags, dest=switch.name, action="store_true")
+    settings: dict[str, Any] = {
+        "parents": [switches],
+        "add_help": False,
+        "allow_abbrev": False,
+        "exit_on_error": False,
+    }
+    parser = _Parser(prog="spectrain", **settings)
+    subparsers = parser.add_subparsers(dest="command", parser_class=_Parser)
+    for command in COMMANDS.values():
+        subparser = subparsers.add_parser(command.name, **settings)
+        for option in command.options:
+            how: dict[str, Any] = {"action": "store_true"} if option.read is None else {"type": option.read}
+            subparser.add_argument(option.flag, default=option.default or (None if option.read else False), **how)
+    return parser
+
+
+def parse(arguments: Sequence[str]) -> CommandLine:
     """Raises ConfigError for a command, an option or a word that does not exist."""
-    switches: dict[str, Any] = {}
-    values: dict[str, str] = {}
-    overrides, words = [], []
-    command, rest = "", list(arguments)
-    while rest:
-        argument = rest.pop(0)
-        name, equals, value = argument.partition("=")
-        if argument in _SWITCHES:
-            switches[_SWITCHES[argument]] = True
-        elif argument in _COMMAND_SWITCHES.get(command, {}):
-            switches[_COMMAND_SWITCHES[command][argument]] = True
-        elif argument == "--" and command == "serve":
-            switches["flags"] = tuple(rest)
-            rest = []
-        elif name in _VALUES.get(command, ()):
-            if not equals and not rest:
-                raise ConfigError(f"{name} needs a value")
-            values[name.removeprefix("--")] = value if equals else rest.pop(0)
-        elif argument.startswith("-"):
-            raise ConfigError(f"unknown option {argument}: the options are {', '.join(FLAGS)}, --version")
-        elif not command:
-            command = _known(argument, list(COMMANDS), "command")
-        elif command in _WORDS and not equals:
-            words.append(_known(argument, _WORDS[command], "word"))
-        else:
-            overrides.append(argument)
-    return Command(command=command, overrides=tuple(overrides), words=tuple(words), values=values, **switches)
+    cut = arguments.index("--") if "--" in arguments else len(arguments)
+    ours, flags = arguments[:cut], tuple(arguments[cut + 1 :])
+    try:
+        found, rest = _parser().parse_known_args(ours)
+    except argparse.ArgumentError as error:
+        if error.argument_name == "command":
+            word = next(argument for argument in ours if not argument.startswith("-"))
+            known(word, tuple(COMMANDS), "command")
+        raise ConfigError(f"{error.argument_name} needs a value") from error
+    values = vars(found)
+    name = values.pop("command")
+    command = COMMANDS[name] if name else None
+    switches = {switch.name: values.pop(switch.name, False) for switch in SWITCHES}
+    unknown = [argument for argument in rest if argument.startswith("-")]
+    if cut < len(arguments) and not (command and command.takes_flags):
+        unknown.append("--")
+    if unknown:
+        raise _unknown_option(unknown[0], command)
+    if command is not None and command.takes_topics:
+        return CommandLine(command=command, topics=tuple(rest), **switches)
+    if command is not None and command.words:
+        words = {word.name.split()[-1]: word for word in command.words}
+        for argument in [argument for argument in rest if "=" not in argument]:
+            command = words[known(argument, tuple(words), "word")]
+            rest.remove(argument)
+    return CommandLine(command=command, overrides=tuple(rest), options=values, flags=flags, **switches)
 
 
-def _known(word: str, options: Sequence[str], kind: str) -> str:
-    if word not in options:
-        close = suggest(word, options)
-        hint = (
-            f"did you mean {close[0]}?" if close else f"use {'one of ' if len(options) > 1 else ''}{', '.join(options)}"
-        )
-        raise ConfigError(f"unknown {kind} {word!r}: {hint}")
-    return word
+def _unknown_option(flag: str, command: Command | None) -> ConfigError:
+    flags = [flag for switch in SWITCHES for flag in switch.flags]
+    flags += [option.flag for option in command.options] if command else []
+    close = suggest(flag.partition("=")[0], flags)
+    hint = f"did you mean {close[0]}?" if close else f"the options are {', '.join(flags)}"
+    return ConfigError(f"unknown option {flag}: {hint}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -123,128 +129,148 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _dispatch(command: Command) -> int:
-    if command.version:
+def _dispatch(line: CommandLine) -> int:
+    command = line.command
+    if line.version:
         stdout.print(f"spectrain {metadata.version('spectrain')}", markup=False)
-    elif command.help or not command.command:
-        stdout.print(command_help(command.command) if command.command else overview(), markup=False, soft_wrap=True)
-        return 0 if command.help else 2
-    elif command.command == "inspect":
-        _inspect(command)
-    elif command.command == "serve":
-        _serve(command)
-    elif command.multirun:
-        _multirun(command)
-    else:
-        from spectrain.config.loading import compose, reused_config
+    elif line.help or command is None:
+        from spectrain.config.help_text import command_help, overview
 
-        config = compose(command.overrides)
-        reused = reused_config(command.overrides)
-        if reused is not None:
-            say(f"configuration: {reused}, and what was given")
-        execute(command.command, config, command.dry_run, word=command.words[0] if command.words else "")
+        _show(command_help(command) if command else overview())
+        return 0 if line.help else 2
+    elif line.multirun and not command.takes_multirun:
+        raise ConfigError(f"{command.name} takes no -m: use it for one configuration at a time")
+    elif not command.touches_run_dir:
+        command.load()(line)
+    elif line.multirun:
+        _multirun(line, command)
+    else:
+        _run_once(line, command)
     return 0
 
 
+def _show(text: str) -> None:
+    stdout.print(text, markup=False, soft_wrap=True)
+
+
+def _run_once(line: CommandLine, command: Command) -> None:
+    from spectrain.config.loading import compose, given_keys, reused_config
+
+    config = compose(line.overrides)
+    reused = reused_config(line.overrides)
+    if reused is not None:
+        say(f"configuration: {reused}, and what was given")
+    execute(command, config, line.dry_run, given=given_keys(line.overrides))
+
+
 def execute(
-    command: str, config: SpectrainConfig, dry_run: bool = False, data_dir: Path | None = None, word: str = ""
+    command: Command,
+    config: SpectrainConfig,
+    dry_run: bool = False,
+    data_dir: Path | None = None,
+    given: frozenset[str] = frozenset(),
 ) -> float | None:
     """Check everything, then do the work of a command. Returns the figure a sweep maximises: the acceptance length,
     where one is measured.
 
-    ``data_dir``: the run directory whose responses, states and drafter this run reads, if not its own. ``word``: what
-    follows the command.
+    Args:
+        data_dir: the run directory whose responses, hidden states and drafter this run reads, if not its own.
+        given: keys that the command line sets, rather than a file or a default.
     """
     from spectrain.stages.checks import check_config, prepare
 
-    check_config(config, command)  # before the slow imports
+    check_config(config, command, given)  # before the slow imports
     from spectrain.stages.plan import show_plan
 
-    looks_only = dry_run or command == "plan"
-    context = prepare(config, command, data_dir, fetch=not looks_only)
+    looks_only = dry_run or command.looks_only
+    context = prepare(config, command, data_dir, fetch=not looks_only, given=given)
     if looks_only:
-        show_plan(context, command)
+        show_plan(context)
         return None
     with context.run_dir.locked():
         context.open_run_dir()
-        return _work(word or command)(context)
+        return command.load()(context)
 
 
-def _work(command: str) -> Callable[[Context], float | None]:
-    """The function behind a command; only its own imports are paid for."""
-    module, name = {"eval": ("eval", "evaluate"), "parity": ("eval_parity", "parity")}.get(command, (command, command))
-    return getattr(importlib.import_module(f"spectrain.stages.{module}"), name)
+# --- sweeps --------------------------------------------------------------------------------------------------------
 
 
-def _multirun(command: Command) -> None:
+@dataclass(frozen=True)
+class SweepJob:
+    """One job of a sweep, in this process or in one that a launcher started: can be pickled."""
+
+    command: str
+    dry_run: bool
+    data_dir: Path | None
+
+    def __call__(self, composed: Any) -> float | None:
+        from spectrain.config.loading import given_keys, sweep_config, sweep_overrides
+
+        config = sweep_config(composed)
+        say(f"run.dir={config.run.dir}")
+        return execute(COMMANDS[self.command], config, self.dry_run, self.data_dir, given_keys(sweep_overrides()))
+
+
+def _multirun(line: CommandLine, command: Command) -> None:
     from spectrain.config.loading import multirun, sweep_jobs
     from spectrain.stages.checks import check_config
 
-    if command.command == "plan":
-        raise ConfigError("plan takes no -m: plan one configuration at a time")
-    if command.words:
-        raise ConfigError(f"{command.command} {command.words[0]} takes no -m: check one drafter at a time")
-    for config in sweep_jobs(command.overrides):  # a mistake in the last job must not wait for the first ones
-        check_config(config, command.command)
+    for config in sweep_jobs(line.overrides):  # a mistake in the last job must not wait for the first ones
+        check_config(config, command)
     with tempfile.TemporaryDirectory() as scratch:
-        job = partial(_job, command.command, command.dry_run, _shared_data_dir(command))
-        multirun(command.overrides, job, Path(scratch) if command.dry_run else None)
+        job = SweepJob(command.name, line.dry_run, _shared_data_dir(line, command))
+        multirun(line.overrides, job, Path(scratch) if line.dry_run else None)
 
 
-def _shared_data_dir(command: Command) -> Path | None:
+def _shared_data_dir(line: CommandLine, command: Command) -> Path | None:
     """The run directory that all jobs of a sweep read from: the one they lie in. None if they differ in their data.
 
-    Responses and states are made there first, once, so that a sweep over a learning rate runs the target no more often
-    than one run.
+    Responses and hidden states are made there first, once, so that a sweep over a learning rate runs the target no more
+    often than one run.
     """
-    from spectrain.config.loading import compose, swept
+    from spectrain.config.loading import compose, given_keys, swept
 
-    keys, fixed = swept(command.overrides)
-    if command.command not in ("fit", "run", "eval") or any(_changes_data(key, command.command) for key in keys):
+    keys, fixed = swept(line.overrides)
+    if not (command.trains or command.needs_drafter) or any(_changes_data(key, command) for key in keys):
         return None
     config = compose(fixed)
-    if command.command != "eval" and not command.dry_run:
-        execute("capture", config)
+    if command.trains and not line.dry_run:
+        execute(COMMANDS["capture"], config, given=given_keys(fixed))
     return Path(config.run.dir)
 
 
-def _changes_data(key: str, command: str) -> bool:
+def _changes_data(key: str, command: Command) -> bool:
     section = key.partition(".")[0]
     if key == "drafter.path":  # to go on from, it decides the taps; to measure, it reads what is there
-        return command != "eval"
-    return section not in ("trainer", "drafter", "decoding", "suite", "logger") or key in ("drafter", "drafter.taps")
+        return command.trains
+    chooses_taps = key in ("drafter", "drafter.method", "drafter.taps")
+    return section not in ("trainer", "drafter", "decoding", "suite", "logger") or chooses_taps
 
 
-def _job(command: str, dry_run: bool, data_dir: Path | None, composed: Any) -> float | None:
-    """One job of a sweep, in this process or in one that a launcher started."""
-    from spectrain.config.loading import sweep_config
-
-    config = sweep_config(composed)
-    say(f"run.dir={config.run.dir}")
-    return execute(command, config, dry_run, data_dir)
+# --- commands that touch no run directory --------------------------------------------------------------------------
 
 
-def _inspect(command: Command) -> None:
+def inspect_responses(line: CommandLine) -> None:
     from spectrain.config.loading import compose
+
+    if line.command is not None and line.command.needs_word:
+        raise ConfigError("inspect what? Use: spectrain inspect responses run.dir=DIR")
+    config = compose(line.overrides)  # before the slow imports
     from spectrain.stages.inspect import inspect
 
-    if not command.words:
-        raise ConfigError("inspect what? Use: spectrain inspect responses run.dir=DIR")
-    limit = command.values.get("limit", "3")
-    if not limit.isdigit() or int(limit) < 1:
-        raise ConfigError(f"--limit must be a whole number of at least 1, got {limit!r}")
-    split = command.values.get("split")
-    inspect(
-        compose(command.overrides), int(limit), None if split is None else _known(split, ("train", "heldout"), "split")
-    )
+    inspect(config, line.options["limit"], line.options["split"])
 
 
-def _serve(command: Command) -> None:
+def serve_drafter(line: CommandLine) -> None:
     from spectrain.config.loading import compose
 
-    if command.multirun:
-        raise ConfigError("serve takes no -m: serve one drafter at a time")
-    config = compose(command.overrides)  # before the slow imports
+    config = compose(line.overrides)  # before the slow imports
     from spectrain.stages.serve import serve
 
-    serve(config, command.overrides, command.flags, command.print_only or command.dry_run)
+    serve(config, line.overrides, line.flags, line.options["print"] or line.dry_run)
+
+
+def explain_topics(line: CommandLine) -> None:
+    from spectrain.config.help_text import explain
+
+    _show(explain(line.topics))

@@ -61,7 +61,7 @@ class EngineConfig(Section, name="engine"):
     )
     replicas: int = key(1, "vllm_server: servers to start", at_least=1)
     devices: tuple[str, ...] = key(
-        (), "vllm_server: devices of each replica; none: all replicas see the same", example='["0,1","2,3"]'
+        (), "vllm_server: devices of each replica; none: all replicas see the same", example='["0,1"]'
     )
     concurrency: int = key(64, "vllm_server: requests under way at each server", at_least=1)
     retries: int = key(

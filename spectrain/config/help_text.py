@@ -1,313 +1,247 @@
-"""The help texts: what each command does, reads and writes, the groups it takes with their options, and the keys worth
-knowing.
+"""The help texts: what each command does, reads and writes, and what every key, section and group means.
 
-Defaults and explanations of keys come from ``config.py`` itself (value and trailing comment of each field), options of
-groups from the files that are there, so the help cannot fall behind.
+Everything comes from the table of commands, the schema and the files of the groups, so the help cannot fall behind.
 """
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import inspect
-from dataclasses import dataclass
-from functools import cache
+import textwrap
+import typing
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from spectrain.config import drafter_schema as config_drafter
-from spectrain.config import schema as config
-from spectrain.config.conversion import flatten
+from spectrain.config.commands import COMMANDS, SWITCHES, Command
+from spectrain.config.conversion import all_keys, flatten, mappings, sections, suggest, unknown_key
 from spectrain.config.folders import GROUP_FOLDERS, group_options
+from spectrain.config.keys import describe, describe_bounds, options, without_null
+from spectrain.config.schema import SpectrainConfig
+from spectrain.errors import ConfigError
 
-_WIDTH = 118
-
-
-@dataclass(frozen=True)
-class CommandHelp:
-    """One word of the command line and what a user should know about it."""
-
-    name: str
-    summary: str
-    detail: str
-    reads: str
-    writes: str
-    sections: tuple[str, ...]  # sections and groups of the configuration that matter
-    keys: tuple[str, ...]  # the ones worth showing
-    examples: tuple[str, ...]
-
-
-_PROMPT_KEYS = ("data.train", "data.heldout", "data.max_train", "data.max_heldout", "data.system")
-_SAMPLING_KEYS = ("sampling.temperature", "sampling.max_new_tokens", "sampling.seed")
-_DRAFTER_KEYS = (
-    "drafter.taps",
-    "drafter.draft_vocab_size",
-    "drafter.num_layers",
-    "drafter.ttt_steps",
-    "drafter.loss.weights",
-    "drafter.path",
-)
-_TRAINER_KEYS = (
-    "trainer.epochs",
-    "trainer.learning_rate",
-    "trainer.optimizer",
-    "trainer.packed_length",
-    "trainer.precision",
-)
-_POLICY_KEYS = ("decoding.draft_policy", "decoding.threshold", "suite.policies", "suite.batches")
-_EVAL_KEYS = (
-    "decoding.num_speculative_tokens",
-    "decoding.temperature",
-    "suite.prompts",
-    "suite.max_prompts",
-    "suite.baselines",
-)
-
-COMMANDS = {
-    command.name: command
-    for command in (
-        CommandHelp(
-            name="generate",
-            summary="let the target answer the prompts",
-            detail="Answers every training and held-out prompt, in the target's own chat template. What is answered "
-            "already is kept.",
-            reads="prompt files (JSON lines)",
-            writes="responses/",
-            sections=("target", "data", "sampling", "engine"),
-            keys=("target.path", *_PROMPT_KEYS, *_SAMPLING_KEYS, "engine.batch_size"),
-            examples=("spectrain generate recipe=quickstart data=jsonl data.train=prompts.jsonl run.dir=runs/mine",),
-        ),
-        CommandHelp(
-            name="capture",
-            summary="store the target's hidden states on its answers",
-            detail="Runs the target once over every response and stores the taps and the last hidden state of each "
-            "token.",
-            reads="responses/",
-            writes="hidden_states/",
-            sections=("target", "hidden_states", "engine", "drafter"),
-            keys=(
-                "drafter.taps",
-                "hidden_states.dtype",
-                "hidden_states.shard_bytes",
-                "engine.capture_tokens",
-                "target.max_length",
-            ),
-            examples=("spectrain capture run.dir=runs/mine hidden_states.dtype=int8",),
-        ),
-        CommandHelp(
-            name="fit",
-            summary="train a drafter on the stored states",
-            detail="Trains the drafter and keeps the one with the greatest acceptance length on held-out text, "
-            "measured as a server would.",
-            reads="hidden_states/",
-            writes="drafter/ (the folder a server loads), checkpoints/, metrics.jsonl",
-            sections=("drafter", "trainer", "decoding", "logger"),
-            keys=(*_DRAFTER_KEYS, *_TRAINER_KEYS, "decoding.num_speculative_tokens"),
-            examples=(
-                "spectrain fit recipe=quickstart trainer.learning_rate=5e-4 drafter.draft_vocab_size=16384",
-                "spectrain fit -m recipe=quickstart trainer.learning_rate=5e-4,1e-3,2e-3",
-            ),
-        ),
-        CommandHelp(
-            name="eval",
-            summary="measure a drafter in the speculative loop",
-            detail="Decodes the prompts of a suite with the drafter, by n-gram lookup and without speculation, and "
-            "compares them: in our "
-            "own loop, or by vLLM (engine=vllm, engine=vllm_server). `spectrain eval parity` checks instead that vLLM "
-            "drafts and accepts, "
-            "round by round, what our loop does.",
-            reads="drafter/ (or drafter.path), prompts of the suite",
-            writes="eval/, report.html",
-            sections=("suite", "decoding", "engine", "target", "drafter"),
-            keys=(
-                "drafter.path",
-                *_EVAL_KEYS,
-                "suite.max_new_tokens",
-                "suite.concurrency",
-                "decoding.proposal_policy",
-                *_POLICY_KEYS,
-            ),
-            examples=(
-                "spectrain eval run.dir=runs/quickstart decoding.num_speculative_tokens=5",
-                "spectrain eval parity run.dir=runs/quickstart engine=vllm",
-                "spectrain eval drafter.path=FOLDER target=smollm2_135m suite=jsonl suite.prompts=prompts.jsonl",
-            ),
-        ),
-        CommandHelp(
-            name="serve",
-            summary="start vLLM with the target and a drafter",
-            detail="Becomes vLLM's server: target, drafter, method and the number of drafts that evaluation "
-            "recommends are set; flags "
-            "behind `--` are vLLM's own. `--print` shows the command instead. The target is the one the drafter was "
-            "trained for, unless "
-            "one is named.",
-            reads="drafter/ (or drafter.path, a folder or a Hub id), eval/",
-            writes="nothing",
-            sections=("target", "engine"),
-            keys=(
-                "run.dir",
-                "drafter.path",
-                "target.path",
-                "decoding.num_speculative_tokens",
-                "engine.tensor_parallel_size",
-                "engine.args",
-            ),
-            examples=(
-                "spectrain serve run.dir=runs/mine -- --port 8000",
-                "spectrain serve drafter.path=FOLDER_OR_HUB_ID engine.tensor_parallel_size=2 --print",
-            ),
-        ),
-        CommandHelp(
-            name="run",
-            summary="generate, capture, fit and eval, one after the other",
-            detail="The whole pipeline over one run directory. Stages whose inputs have not changed are skipped.",
-            reads="prompt files (JSON lines)",
-            writes="everything in the run directory; report.html is the page to read",
-            sections=("recipe", "target", "data", "sampling", "engine", "drafter", "trainer", "decoding", "suite"),
-            keys=(
-                "run.dir",
-                "capture.during_generation",
-                *_PROMPT_KEYS[:2],
-                *_SAMPLING_KEYS[:2],
-                *_DRAFTER_KEYS[:2],
-                *_TRAINER_KEYS[:2],
-                *_EVAL_KEYS[:2],
-            ),
-            examples=(
-                "spectrain run recipe=quickstart run.dir=runs/quickstart",
-                "spectrain run recipe=quickstart run.dir=runs/mine data=jsonl data.train=A.jsonl data.heldout=B.jsonl",
-            ),
-        ),
-        CommandHelp(
-            name="inspect",
-            summary="look at stored responses",
-            detail="`spectrain inspect responses` prints documents; what the target generated, and a drafter is "
-            "trained on, is coloured.",
-            reads="responses/",
-            writes="nothing",
-            sections=("run",),
-            keys=("run.dir",),
-            examples=("spectrain inspect responses run.dir=runs/quickstart --limit 5 --split heldout",),
-        ),
-        CommandHelp(
-            name="plan",
-            summary="estimate disk, memory and hours of a run",
-            detail="Prints what the whole pipeline would need here. Loads no weights and writes nothing.",
-            reads="prompt files, the target's configuration",
-            writes="nothing",
-            sections=("recipe", "target", "data", "engine", "hidden_states", "drafter", "trainer"),
-            keys=("data.train", "sampling.max_new_tokens", "hidden_states.dtype", "drafter.taps", "trainer.epochs"),
-            examples=("spectrain plan recipe=quickstart",),
-        ),
-    )
-}
-
-FLAGS = {
-    "--dry-run": "compose and check everything, print the plan, touch nothing",
-    "-m, --multirun": "run every combination of comma-separated values (key=a,b), each in its own run directory",
-    "--debug": "show the traceback of an error",
-    "-h, --help": "this text",
-}
+_WIDTH = 100
+_TYPE_COLUMN = 46
 
 
 def overview() -> str:
     """``spectrain --help``."""
     lines = [
-        "spectrain trains drafters for speculative decoding; the acceptance it shows is the acceptance the server "
-        "gives.",
+        *_wrapped(
+            "spectrain trains drafters for speculative decoding; the acceptance it shows is the acceptance the server "
+            "gives."
+        ),
         "",
         "Usage: spectrain COMMAND [group=option ...] [key=value ...] [--dry-run] [-m] [--debug]",
         "",
-        "Verbs",
+        "Commands",
         *(f"  {command.name:<10}{command.summary}" for command in COMMANDS.values()),
         "",
         "Options",
-        *(f"  {flag:<16}{text}" for flag, text in FLAGS.items()),
-        f"  {'--version':<16}the version",
+        *_switch_lines(),
         "",
         "Start with:  spectrain run recipe=quickstart",
-        "More:        spectrain COMMAND --help",
+        "More:        spectrain COMMAND --help, spectrain help KEY",
     ]
     return "\n".join(lines)
 
 
-def command_help(name: str) -> str:
-    """``spectrain VERB --help``."""
-    command = COMMANDS[name]
-    groups = [group for group in ("recipe", *command.sections) if group in GROUP_FOLDERS]
+def command_help(command: Command) -> str:
+    """``spectrain COMMAND --help``."""
+    groups = [group for group in dict.fromkeys(("recipe", *command.sections)) if group in GROUP_FOLDERS]
     lines = [
         f"spectrain {command.name}: {command.summary}",
         "",
-        *_wrapped(command.detail, ""),
+        *_wrapped(command.detail),
+        *(f"  spectrain {word.name:<16}  {word.summary}" for word in command.words),
         f"  reads   {command.reads}",
         f"  writes  {command.writes}",
         "",
-        "Groups (group=option); files of your own beside the working directory are found too",
-        *(line for group in dict.fromkeys(groups) for line in _group_lines(group)),
-        "",
-        "Keys (key=value)",
-        *(line for key in command.keys for line in _key_lines(key)),
-        *_further_keys(command),
-        "",
-        "Examples",
-        *(f"  {example}" for example in command.examples),
-        "",
-        "Options",
-        *(f"  {flag:<16}{text}" for flag, text in FLAGS.items()),
     ]
+    if command.sections:
+        lines += [
+            "Groups (group=option); files of your own beside the working directory are found too",
+            *(line for group in groups for line in _wrapped(_group_line(group), "  ", " " * 18)),
+            "",
+            "Keys (key=value), here with their defaults",
+            *(line for section, keys in _by_section(command.keys) for line in _key_block(section, keys)),
+            *_wrapped(f"All keys of a section: spectrain help SECTION, such as {command.sections[-1]}", "  "),
+            "",
+        ]
+    own = [
+        f"  {option.flag + (f' {option.metavar}' if option.metavar else ''):<18}{option.help}"
+        for option in command.options
+    ]
+    lines += ["Options", *own, *_switch_lines(), "", "Examples", *(f"  {example}" for example in command.examples)]
     return "\n".join(lines)
 
 
-@cache
-def _comments() -> dict[str, str]:
-    """Dotted key -> the comment behind its field in ``config.py`` or ``config_drafter.py``."""
-    per_class: dict[str, dict[str, str]] = {}
-    for module in (config, config_drafter):
-        source = Path(inspect.getfile(module)).read_text(encoding="utf-8")
-        lines = source.splitlines()
-        for node in ast.parse(source).body:
-            if isinstance(node, ast.ClassDef):
-                for field in node.body:
-                    if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-                        rest = lines[(field.end_lineno or field.lineno) - 1].encode()[field.end_col_offset :].decode()
-                        per_class.setdefault(node.name, {})[field.target.id] = rest.strip().removeprefix("#").strip()
-    found: dict[str, str] = {}
-
-    def collect(section: Any, prefix: str) -> None:
-        for field in dataclasses.fields(section):
-            value = getattr(section, field.name)
-            if dataclasses.is_dataclass(value):
-                collect(value, f"{prefix}{field.name}.")
-            else:
-                found[prefix + field.name] = per_class[type(section).__name__][field.name]
-
-    collect(config.SpectrainConfig(), "")
-    return found
+def explain(topics: Sequence[str]) -> str:
+    """``spectrain help TOPIC ...``: keys, sections, groups and commands. Raises ConfigError for what is none of
+    these.
+    """
+    if not topics:
+        return overview()
+    named = " ".join(topics)
+    if any(word.name == named for command in COMMANDS.values() for word in command.words):
+        return _explain(named)
+    return "\n\n".join(_explain(topic) for topic in topics)
 
 
-def _key_lines(key: str) -> list[str]:
-    default = flatten(config.SpectrainConfig())[key]
-    head = f"  {key}={_yaml_value(default)}"
-    comment = _comments()[key]
-    if not comment:
-        return [head]
-    return [
-        f"{head:<44}{line}" if index == 0 else f"{'':<44}{line}"
-        for index, line in enumerate(_wrapped(comment, "", _WIDTH - 44))
+def _explain(topic: str) -> str:
+    """All that a word stands for: `capture` is a command and a section, `trainer` a section and a group."""
+    commands = {name: command for entry in COMMANDS.values() for name, command in _with_words(entry)}
+    parts = [command_help(commands[topic])] if topic in commands else []
+    if topic in sections():
+        parts.append(_section_help(topic))
+    elif topic in all_keys():
+        parts.append(_key_help(topic))
+    elif (mapping := _mapping_of(topic)) is not None:
+        parts.append(_key_help(mapping))
+    if topic in GROUP_FOLDERS:
+        parts.append(_group_help(topic))
+    if parts:
+        return "\n\n".join(parts)
+    close = suggest(topic, [*commands, *sections(), *GROUP_FOLDERS]) if "." not in topic else []
+    raise ConfigError(f"unknown topic {topic}: did you mean {close[0]}?") if close else unknown_key(topic)
+
+
+def _with_words(command: Command) -> Iterable[tuple[str, Command]]:
+    return [(command.name, command), *((word.name, word) for word in command.words)]
+
+
+def _mapping_of(topic: str) -> str | None:
+    return next((name for name in mappings() if topic.startswith(f"{name}.")), None)
+
+
+# --- keys ----------------------------------------------------------------------------------------------------------
+
+
+def _field(key: str) -> dataclasses.Field[Any]:
+    section, _, name = key.rpartition(".")
+    return next(field for field in dataclasses.fields(sections()[section]) if field.name == name)
+
+
+def help_of(key: str) -> str:
+    """The sentence that explains a key."""
+    return _field(key).metadata.get("help", "")
+
+
+def _type_of(key: str) -> str:
+    """Type or options, and bounds."""
+    bounds = describe_bounds(_field(key).metadata)
+    return f"{describe(all_keys()[key])}{f'; {bounds}' if bounds else ''}"
+
+
+def _default_of(key: str) -> str:
+    return _yaml_value(flatten(SpectrainConfig())[key])
+
+
+def example_of(key: str) -> str:
+    """A value to show: the key's own example, or another value of its type than the default."""
+    given = _field(key).metadata.get("example")
+    if given:
+        return str(given)
+    kind, _ = without_null(all_keys()[key])
+    default = flatten(SpectrainConfig())[key]
+    inner = typing.get_args(kind)[0] if typing.get_origin(kind) is tuple else kind
+    choices = [option for option in options(kind) if option not in (None, default)] or list(options(kind))
+    if choices:
+        value = str(choices[0])
+    elif inner is bool:
+        value = _yaml_value(not default)
+    elif inner in (int, float):
+        value = _yaml_value(_another_number(inner, default, _field(key).metadata))
+    else:
+        value = "NAME"
+    return f"[{value}]" if typing.get_origin(kind) is tuple else value
+
+
+def _another_number(kind: type, default: Any, bounds: Any) -> Any:
+    if kind is float:
+        return default / 2 if default else 0.5
+    least = int(bounds.get("at_least", 0))
+    return 2 * default if isinstance(default, int) and default > 0 else least + 1
+
+
+def _key_lines(key: str, indent: str = "  ") -> list[str]:
+    """Two lines or more: the key with its default and type, then what it means."""
+    head, kind = f"{indent}{key}={_default_of(key)}", _type_of(key)
+    first = f"{head:<{_TYPE_COLUMN}}" if len(head) < _TYPE_COLUMN - 1 else f"{head}  "
+    one_line = len(first) + len(kind) <= _WIDTH
+    lines = [f"{first}{kind}"] if one_line else [head, *_wrapped(kind, f"{indent}    ")]
+    return [*lines, *_wrapped(help_of(key), f"{indent}    ")]
+
+
+def _key_block(section: str, keys: Iterable[str]) -> list[str]:
+    return [f"  {section}", *(line for key in keys for line in _key_lines(key, "    "))]
+
+
+def _by_section(keys: Iterable[str]) -> list[tuple[str, list[str]]]:
+    """Keys with the section that each belongs to, in the order of the schema."""
+    found: dict[str, list[str]] = {name: [] for name in sections()}
+    for key in dict.fromkeys(keys):
+        found[key.rpartition(".")[0]].append(key)
+    return [(name, members) for name, members in found.items() if members]
+
+
+def _key_help(key: str) -> str:
+    bounds = describe_bounds(_field(key).metadata)
+    rows = [
+        ("type", describe(all_keys()[key])),
+        *([("bounds", bounds)] if bounds else []),
+        ("default", _default_of(key)),
+        ("example", f"{key}={example_of(key)}"),
     ]
+    lines = [key, *_wrapped(help_of(key), "  "), ""]
+    for name, text in rows:
+        lines += _wrapped(f"{name:<10}{text}", "  ", " " * 12)
+    return "\n".join(lines)
 
 
-def _further_keys(command: CommandHelp) -> list[str]:
-    further = [
-        key
-        for key in flatten(config.SpectrainConfig())
-        if key.partition(".")[0] in command.sections and key not in command.keys
-    ]
-    return _wrapped("further: " + ", ".join(further), "  ") if further else []
+def _section_help(name: str) -> str:
+    """What a section is for, and all of its keys, those of the sections inside it too."""
+    about = " ".join((inspect.getdoc(sections()[name]) or "").split()).replace("``", "")
+    keys = [key for key in flatten(SpectrainConfig()) if key.startswith(f"{name}.")]
+    lines = [*_wrapped(f"{name}: {about}"), "", "Keys (key=value), here with their defaults"]
+    for section, members in _by_section(keys):
+        lines += _key_block(section, members)
+    return "\n".join(lines)
 
 
-def _group_lines(group: str) -> list[str]:
-    return _wrapped(f"{group + '=':<10}{', '.join(group_options(group))}", "  ")
+# --- groups --------------------------------------------------------------------------------------------------------
+
+
+def _group_line(group: str) -> str:
+    return f"{group + '=':<16}{', '.join(group_options(group))}"
+
+
+def _group_help(group: str) -> str:
+    folder = f"{GROUP_FOLDERS[group]}/{group}"
+    lines = _wrapped(f"Group {group}: {group}=OPTION, from {folder}, your own folder or the shipped one")
+    found = group_options(group)
+    width = max((len(name) for name in found), default=0) + 2
+    for name, file in found.items():
+        lines += _wrapped(f"{name:<{width}}{_first_comment(file)}", "  ", " " * (width + 2))
+    return "\n".join(lines)
+
+
+def _first_comment(file: Path) -> str:
+    """What a YAML file says of itself: its first comment that is no directive to Hydra."""
+    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+        text = line.removeprefix("#").strip()
+        if not line.startswith("#"):
+            break
+        if text and not text.startswith("@"):
+            return text
+    return ""
+
+
+# --- lines ---------------------------------------------------------------------------------------------------------
+
+
+def _switch_lines() -> list[str]:
+    return [f"  {', '.join(switch.flags):<18}{switch.help}" for switch in SWITCHES]
 
 
 def _yaml_value(value: Any) -> str:
@@ -318,15 +252,17 @@ def _yaml_value(value: Any) -> str:
     if isinstance(value, tuple):
         return "[" + ",".join(map(str, value)) + "]"
     if isinstance(value, dict):
-        return "{" + ",".join(f"{name}: {entry}" for name, entry in value.items()) + "}"
+        return "{" + ", ".join(f"{name}: {entry}" for name, entry in value.items()) + "}"
     return str(value)
 
 
-def _wrapped(text: str, indent: str, width: int = _WIDTH) -> list[str]:
-    lines, line = [], indent
-    for word in text.split(" "):
-        if len(line) + len(word) > width and line.strip():
-            lines.append(line.rstrip())
-            line = indent + "  " if indent else ""
-        line += word + " "
-    return [*lines, line.rstrip()]
+def _wrapped(text: str, indent: str = "", further: str | None = None) -> list[str]:
+    """Lines of at most 100 columns; ``further``: indent of all but the first."""
+    return textwrap.wrap(
+        text,
+        _WIDTH,
+        initial_indent=indent,
+        subsequent_indent=indent if further is None else further,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

@@ -158,4 +158,7 @@ def _listed(allowed: tuple[Any, ...]) -> str:
 
 
 def _number(bound: float) -> str:
-    return f"{bound:g}" if abs(bound) < 1e6 else str(bound)
+    """In digits, or as a power of two where those would say nothing."""
+    if isinstance(bound, int) and bound >= 1 << 20 and bound.bit_count() == 1:
+        return f"2^{bound.bit_length() - 1}"
+    return f"{bound:g}"

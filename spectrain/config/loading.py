@@ -1,8 +1,10 @@
 """Composition of the configuration with Hydra.
 
-The dataclasses of ``config.py`` hold the defaults; they are handed to Hydra as one plain node, and the YAML files of
+The dataclasses of ``schema.py`` hold the defaults; they are handed to Hydra as one plain node, and the YAML files of
 the groups hold deviations only. So there is one place for each default and no schema to keep in step. Hydra's own
-messages are written for the authors of applications; here each becomes one line for the user of ours.
+messages are written for the authors of applications; here each becomes one line for the user of ours. Of Hydra only
+what its documentation names is used: the compose API, ``hydra.main`` for sweeps, so that any launcher and sweeper
+works, and a plugin for the search path.
 
 Order, later wins: dataclass defaults (or the ``config.yaml`` of an existing run directory, except for sections whose
 group is chosen anew) < group files < recipe < command line.
@@ -12,29 +14,26 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+import hydra
 import yaml
-from hydra import version
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from hydra._internal.hydra import Hydra
-from hydra._internal.utils import create_config_search_path
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, Quote, QuotedString
-from hydra.errors import HydraException, MissingConfigException
-from hydra.types import RunMode
+from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from spectrain.config.conversion import all_keys, build, suggest, unknown_key
-from spectrain.config.folders import GROUP_FOLDERS, group_options, search_roots
+from spectrain.config.conversion import build
+from spectrain.config.folders import search_roots
+from spectrain.config.overrides import one_line, product, quoted, read_overrides, set_keys, user_drafters
 from spectrain.config.schema import SpectrainConfig
 from spectrain.errors import ConfigError, InputError
 
@@ -50,9 +49,19 @@ GROUPS: dict[str, str | None] = {
     "logger": "none",
     "recipe": None,  # last: a recipe overrides the other groups
 }
-_PRIMARY = "spectrain"
-# Keys below these are not ours to know.
-_OPEN_SECTIONS = ("engine.args", "engine.environment", "drafter.loss.weights", "drafter.options")
+_APP = "spectrain"
+_PRIMARY = "spectrain_defaults"  # name of the primary configuration, which is no file
+_HYDRA_VERSION = "1.3"
+
+
+class ShippedAndUserFolders(SearchPathPlugin):
+    """Where Hydra looks for groups beside the first folder, which it is told by itself: the user's, then the shipped
+    ones.
+    """
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        for root in search_roots()[1:]:
+            search_path.append(_APP, f"file://{root.resolve().as_posix()}")
 
 
 def compose(overrides: Sequence[str]) -> SpectrainConfig:
@@ -61,63 +70,132 @@ def compose(overrides: Sequence[str]) -> SpectrainConfig:
     An existing run directory named by ``run.dir`` supplies what was configured there when no recipe and no target is
     chosen anew. Raises ConfigError or InputError with one line.
     """
-    overrides, parsed = _read(overrides)
+    lines, parsed = read_overrides(overrides)
     swept = [override.input_line for override in parsed if override.is_sweep_override()]
     if swept:
         raise ConfigError(
             f"{swept[0]} names several values: add -m to run one job for each, or write a list as key=[a,b]"
         )
-    with _one_line():
-        hydra = _hydra(_base_values(parsed))
-        return to_config(hydra.compose_config(_PRIMARY, overrides, run_mode=RunMode.RUN, with_log_configuration=False))
+    return _compose_all(parsed, [lines])[0]
+
+
+def given_keys(overrides: Sequence[str]) -> frozenset[str]:
+    """The keys that the command line sets itself, rather than a group, a recipe or a stored configuration."""
+    return set_keys(read_overrides(overrides)[1])
 
 
 def reused_config(overrides: Sequence[str]) -> Path | None:
     """The ``config.yaml`` that ``compose`` starts from for these overrides, if any."""
-    return _reused_config(_read(overrides)[1])
+    return _reused_config(read_overrides(overrides)[1])
+
+
+# --- sweeps --------------------------------------------------------------------------------------------------------
 
 
 def swept(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
     """(keys or groups that take several values, the overrides without them)."""
-    lines, parsed = _read(overrides)
+    lines, parsed = read_overrides(overrides)
     keys = [str(override.key_or_group) for override in parsed if override.is_sweep_override()]
     return keys, [line for line, override in zip(lines, parsed, strict=True) if not override.is_sweep_override()]
 
 
 def sweep_jobs(overrides: Sequence[str]) -> list[SpectrainConfig]:
     """The configuration of every job of a sweep that is a plain product; none if another sweeper chooses the values."""
-    _, parsed = _read(overrides)
-    with _one_line():
-        hydra = _hydra(_base_values(parsed))
-        composed = [
-            hydra.compose_config(_PRIMARY, job, run_mode=RunMode.RUN, with_log_configuration=False)
-            for job in _product(parsed)
-        ]
-        return [to_config(config) for config in composed]
+    _, parsed = read_overrides(overrides)
+    return _compose_all(parsed, product(parsed))
 
 
 def multirun(overrides: Sequence[str], job: Callable[[DictConfig], float | None], scratch: Path | None = None) -> None:
-    """One job for each combination of a sweep, through Hydra's own sweepers and launchers.
+    """One job for each combination of a sweep, through Hydra's own entry, sweepers and launchers.
 
     Each job gets its own ``run.dir``: the swept values, as a folder below the ``run.dir`` that was given. ``scratch``
-    takes Hydra's folders in a dry run.
+    takes Hydra's folders in a dry run. ``job``: what Hydra calls, here or in another process; for the latter it is
+    pickled.
     """
-    overrides, parsed = _read(overrides)
-    with _one_line():
-        hydra = _hydra(_base_values(parsed))
-        hydra.multirun(_PRIMARY, job, [*_sweep_settings(parsed, scratch), *overrides], with_log_configuration=False)
+    lines, parsed = read_overrides(overrides)
+    with one_line():
+        _register(parsed)
+        main = hydra.main(version_base=_HYDRA_VERSION, config_path=_first_root(), config_name=_PRIMARY)(job)
+        with _as_command_line(["--multirun", *_sweep_settings(parsed, scratch), *lines]):
+            main()
 
 
 def sweep_config(composed: DictConfig) -> SpectrainConfig:
     """The configuration of one job of a sweep; called inside the job."""
-    hydra = HydraConfig.get()
     values = _plain(composed)
-    values["run"]["dir"] = str(Path(values["run"]["dir"]) / str(hydra.sweep.subdir))
+    values["run"]["dir"] = str(Path(values["run"]["dir"]) / str(HydraConfig.get().sweep.subdir))
     return build(values)
 
 
-def to_config(composed: DictConfig) -> SpectrainConfig:
-    return build(_plain(composed))
+def sweep_overrides() -> list[str]:
+    """The overrides of one job of a sweep, its own values among them; called inside the job."""
+    return list(HydraConfig.get().overrides.task)
+
+
+@contextmanager
+def _as_command_line(arguments: list[str]) -> Iterator[None]:
+    """Inside: ``hydra.main`` reads these arguments, and raises errors instead of printing them and exiting."""
+    argv, full = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    sys.argv = [_APP, *arguments]
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        with redirect_stderr(_WithoutHydrasError(sys.stderr)):
+            yield
+    finally:
+        sys.argv = argv
+        GlobalHydra.instance().clear()
+        if full is None:
+            del os.environ["HYDRA_FULL_ERROR"]
+        else:
+            os.environ["HYDRA_FULL_ERROR"] = full
+
+
+class _WithoutHydrasError:
+    """Standard error without the line that Hydra prints before it raises what a job raised, which we print."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return len(text) if text.startswith("Error executing job with overrides") else self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _sweep_settings(parsed: Sequence[Override], scratch: Path | None) -> list[str]:
+    """Where Hydra puts the folders of a sweep: into ours, and nothing of its own in them."""
+    ours = [override for override in parsed if not str(override.key_or_group).startswith("hydra")]
+    swept = [override for override in ours if override.is_sweep_override()]
+    folder = scratch or _given_run_dir(parsed)
+    # Values that all jobs share are no part of a job's name. (A key may be given twice, first with one value, then with
+    # several.)
+    fixed = {str(override.get_key_element()) for override in ours} - {
+        str(override.get_key_element()) for override in swept
+    }
+    # A value with a slash (a path) would make folders of folders, and no swept value at all makes no name: number
+    # those.
+    named = bool(swept) and not any("/" in str(override.input_line) for override in swept)
+    return [
+        f"hydra.job.name={_APP}",
+        "hydra.output_subdir=null",
+        f"hydra.sweep.dir={quoted(str(folder))}" if folder else "hydra.sweep.dir=${run.dir}",
+        "hydra.sweep.subdir=${hydra.job.override_dirname}" if named else "hydra.sweep.subdir=${hydra.job.num}",
+        f"hydra.job.config.override_dirname.exclude_keys=[{','.join(map(quoted, sorted(fixed)))}]",
+    ]
+
+
+# --- composition ---------------------------------------------------------------------------------------------------
+
+
+def _compose_all(parsed: Sequence[Override], jobs: Sequence[list[str]]) -> list[SpectrainConfig]:
+    """One configuration for each list of overrides, on the same base."""
+    with one_line():
+        _register(parsed)
+        GlobalHydra.instance().clear()
+        with hydra.initialize_config_dir(config_dir=_first_root(), job_name=_APP, version_base=_HYDRA_VERSION):
+            composed = [hydra.compose(_PRIMARY, overrides=job) for job in jobs]
+    return [build(_plain(config)) for config in composed]
 
 
 def _plain(composed: DictConfig) -> dict[str, Any]:
@@ -125,28 +203,28 @@ def _plain(composed: DictConfig) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError("the configuration is not a mapping")
     values.pop("hydra", None)
-    with _one_line():
+    with one_line():
         resolved = OmegaConf.to_container(OmegaConf.create(values), resolve=True)
     return resolved  # type: ignore[return-value]
 
 
-# --- Hydra's parts -------------------------------------------------------------------------------------------------
-
-
-def _hydra(base_values: Mapping[str, Any]) -> Hydra:
-    """A Hydra over our search path, with the defaults (and ``base_values`` over them) registered as its primary
-    configuration.
+def _register(parsed: Sequence[Override]) -> None:
+    """Tell Hydra where our folders are, and which configuration it starts from: the defaults, and over them those of
+    an existing run directory.
     """
-    version.setbase("1.3")
-    GlobalHydra.instance().clear()
-    ConfigStore.instance().store(name=_PRIMARY, node=_primary_node(base_values))
-    roots = [root.resolve().as_posix() for root in search_roots()]
+    Plugins.instance().register(ShippedAndUserFolders)
+    store = ConfigStore.instance()
+    store.store(name=_PRIMARY, node=_primary_node(_base_values(parsed)))
+    # A drafter of the user's own module is an option of the group like any other, without a file.
+    for name in user_drafters(parsed):
+        store.store(group="drafter", name=name, node={"method": name})
+
+
+def _first_root() -> str:
+    roots = search_roots()
     if not roots:
         raise InputError("spectrain's configuration folders are missing: reinstall the package")
-    search_path = create_config_search_path(None)
-    for root in roots:
-        search_path.prepend("spectrain", f"file://{root}", "schema")
-    return Hydra.create_main_hydra2(task_name=_PRIMARY, config_search_path=search_path)
+    return str(roots[0].resolve())
 
 
 def _primary_node(base_values: Mapping[str, Any]) -> dict[str, Any]:
@@ -193,122 +271,3 @@ def _base_values(parsed: Sequence[Override]) -> dict[str, Any]:
     # belong to it.
     chosen = {str(override.key_or_group) for override in parsed}
     return {section: value for section, value in values.items() if section not in chosen & set(GROUPS)}
-
-
-def _sweep_settings(parsed: Sequence[Override], scratch: Path | None) -> list[str]:
-    """Where Hydra puts the folders of a sweep: into ours, and nothing of its own in them."""
-    ours = [override for override in parsed if not str(override.key_or_group).startswith("hydra")]
-    swept = [override for override in ours if override.is_sweep_override()]
-    folder = scratch or _given_run_dir(parsed)
-    # Values that all jobs share are no part of a job's name. (A key may be given twice, first with one value, then with
-    # several.)
-    fixed = {str(override.get_key_element()) for override in ours} - {
-        str(override.get_key_element()) for override in swept
-    }
-    # A value with a slash (a path) would make folders of folders, and no swept value at all makes no name: number
-    # those.
-    named = bool(swept) and not any("/" in str(override.input_line) for override in swept)
-    return [
-        "hydra.output_subdir=null",
-        f"hydra.sweep.dir={_quoted(str(folder))}" if folder else "hydra.sweep.dir=${run.dir}",
-        "hydra.sweep.subdir=${hydra.job.override_dirname}" if named else "hydra.sweep.subdir=${hydra.job.num}",
-        f"hydra.job.config.override_dirname.exclude_keys=[{','.join(map(_quoted, sorted(fixed)))}]",
-    ]
-
-
-def _product(parsed: Sequence[Override]) -> list[list[str]]:
-    """The override lists of a plain sweep. Empty where another sweeper chooses the values."""
-    if any(str(override.key_or_group) == "hydra/sweeper" for override in parsed):
-        return []
-    ours = [override for override in parsed if not str(override.key_or_group).startswith("hydra")]
-    return [job for batch in BasicSweeper.split_arguments(ours, None) for job in batch]
-
-
-# --- overrides -----------------------------------------------------------------------------------------------------
-
-
-def _read(overrides: Sequence[str]) -> tuple[list[str], list[Override]]:
-    """Parse and check overrides before Hydra sees them; raises ConfigError for syntax, unknown keys and unknown
-    options.
-    """
-    parser = OverridesParser.create()
-    lines, parsed = [], []
-    for line in overrides:
-        line, override = _parse(parser, line)
-        _check_name(override)
-        lines.append(line)
-        parsed.append(override)
-    return lines, parsed
-
-
-def _parse(parser: OverridesParser, line: str) -> tuple[str, Override]:
-    if line.startswith(_OPEN_SECTIONS):
-        line = f"++{line}"  # adds the key where there is none
-    try:
-        return line, parser.parse_override(line)
-    except HydraException as error:
-        key, equals, value = line.partition("=")
-        if not equals:
-            raise ConfigError(f"cannot read {line!r}: write key=value or group=option") from error
-        if all_keys().get(key) in (str, str | None, tuple[str, ...]) and value[:1] not in ("'", '"', "["):
-            # Hydra's grammar has no room for "=", "~", brackets or letters beyond ASCII in bare text; a path may have
-            # them all.
-            line = f"{key}={_quoted(value)}"
-            return line, parser.parse_override(line)
-        raise ConfigError(
-            f"cannot read {line!r} ({_first_line(error)}): put text with special characters into quotes"
-        ) from error
-
-
-def _quoted(text: str) -> str:
-    return QuotedString(text, Quote.single).with_quotes()
-
-
-def _check_name(override: Override) -> None:
-    key = str(override.key_or_group)
-    if key.startswith("hydra") or "/" in key or "@" in key:
-        return
-    if key in GROUP_FOLDERS:
-        value = None if override.is_sweep_override() else override.value()
-        if not override.is_sweep_override() and not isinstance(value, list):
-            _check_option(key, "null" if value is None else str(value))
-        return
-    if key.startswith(tuple(f"{section}." for section in _OPEN_SECTIONS)):
-        return
-    if key not in all_keys():
-        raise unknown_key(key)
-
-
-def _check_option(group: str, option: str) -> None:
-    options = list(group_options(group))
-    if option not in options:
-        close = suggest(option, options)
-        hint = f"did you mean {close[0]}? " if close else ""
-        raise ConfigError(
-            f"{group}={option} is unknown: {hint}{group} can be {', '.join(options) or 'nothing: no file is there'}"
-        )
-
-
-# --- errors --------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _one_line() -> Iterator[None]:
-    """Errors of Hydra, OmegaConf and YAML as one line of ours."""
-    try:
-        yield
-    except MissingConfigException as error:
-        options = f": the options are {', '.join(error.options)}" if error.options else ""
-        raise ConfigError(f"configuration {error.missing_cfg_file} was not found{options}") from error
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f"{mark.name}, line {mark.line + 1}: " if mark else ""
-        raise ConfigError(f"broken YAML in {place}{getattr(error, 'problem', None) or _first_line(error)}") from error
-    except (HydraException, OmegaConfBaseException) as error:
-        cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else None
-        detail = f" ({_first_line(cause)})" if cause else ""
-        raise ConfigError(f"cannot compose the configuration: {_first_line(error)}{detail}") from error
-
-
-def _first_line(error: BaseException) -> str:
-    return re.sub(r"\s+", " ", str(error).strip().splitlines()[0]) if str(error).strip() else type(error).__name__

@@ -19,6 +19,7 @@ from torch import nn
 
 from spectrain.config.conversion import suggest
 from spectrain.config.drafter_schema import DrafterConfig
+from spectrain.config.overrides import DRAFTER_ENTRY_POINTS
 from spectrain.config.schema import TrainerConfig
 from spectrain.data.vocab import DraftVocab
 from spectrain.drafters.drafter import Drafter, DrafterShape
@@ -26,7 +27,6 @@ from spectrain.errors import ConfigError
 from spectrain.target.head import TargetHead
 from spectrain.target.spec import TargetSpec
 
-ENTRY_POINTS = "spectrain.drafters"
 _SHIPPED = {
     "eagle3": "spectrain.drafters.autoregressive.eagle3",
     "peagle": "spectrain.drafters.autoregressive.peagle",
@@ -223,7 +223,7 @@ def known_method(name: str) -> DrafterMethod | None:
         return _registered[name]
     if name in _SHIPPED:
         return register(importlib.import_module(_SHIPPED[name]).METHOD)
-    for entry in entry_points(group=ENTRY_POINTS, name=name):
+    for entry in entry_points(group=DRAFTER_ENTRY_POINTS, name=name):
         found = entry.load()
         return register(found if isinstance(found, DrafterMethod) else found.METHOD)
     return None
@@ -231,7 +231,7 @@ def known_method(name: str) -> DrafterMethod | None:
 
 def method_names() -> list[str]:
     """Names of all kinds that can be trained, those that ship first."""
-    names = [*_SHIPPED, *_registered, *(entry.name for entry in entry_points(group=ENTRY_POINTS))]
+    names = [*_SHIPPED, *_registered, *(entry.name for entry in entry_points(group=DRAFTER_ENTRY_POINTS))]
     return [name for name in dict.fromkeys(names) if (method := known_method(name)) is not None and method.trainable]
 
 

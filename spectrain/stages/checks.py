@@ -16,6 +16,7 @@ from collections.abc import Set
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from spectrain.config.commands import Command
 from spectrain.config.folders import prompt_roots
 from spectrain.config.schema import SpectrainConfig
 from spectrain.errors import ConfigError, InputError
@@ -51,7 +52,7 @@ _TRACKERS = {
 }
 
 
-def check_config(config: SpectrainConfig, command: str, given: Set[str] = frozenset()) -> None:
+def check_config(config: SpectrainConfig, command: Command, given: Set[str] = frozenset()) -> None:
     """What the configuration alone tells. Only the last check needs torch, so most errors come at once. ``given``: keys
     that the command line set.
     """
@@ -63,9 +64,9 @@ def check_config(config: SpectrainConfig, command: str, given: Set[str] = frozen
         )
     if not config.run.dir:
         raise ConfigError("run.dir is empty: name the folder of the run")
-    if command in ("eval", "run") and not config.suite.prompts:
+    if command.measures and not config.suite.prompts:
         raise ConfigError("suite.prompts is empty: name a JSON-lines file, as in suite=jsonl suite.prompts=FILE.jsonl")
-    if command != "eval" and not config.data.train:
+    if command.needs_prompts and not config.data.train:
         raise ConfigError("no prompts are chosen: add data=quickstart, or data=jsonl data.train=FILE.jsonl")
     _check_lengths(config, command)
     _check_trackers(config)
@@ -75,37 +76,46 @@ def check_config(config: SpectrainConfig, command: str, given: Set[str] = frozen
     check_kind(config, command, given)
 
 
-def prepare(config: SpectrainConfig, command: str, data_dir: Path | None = None, fetch: bool = True) -> Context:
+def prepare(
+    config: SpectrainConfig,
+    command: Command,
+    data_dir: Path | None = None,
+    fetch: bool = True,
+    given: frozenset[str] = frozenset(),
+) -> Context:
     """Check everything that ``command`` depends on, and gather what was learnt. The run directory is not touched.
 
-    ``data_dir``: the run directory that has responses, states and drafter for this one (a job of a sweep). ``fetch``: a
-    target that is not on this machine is downloaded or converted, once everything else is known to be right; otherwise
-    its dimensions stay unknown.
+    Args:
+        data_dir: the run directory that has responses, hidden states and drafter for this one (a job of a sweep).
+        fetch: a target that is not on this machine is downloaded or converted, once everything else is known to be
+            right; otherwise its dimensions stay unknown.
+        given: keys that the command line sets, rather than a file or a default.
     """
     from spectrain.stages.context import Context
     from spectrain.target.resolve import locate_target
 
     run_dir = RunDir(config.run.dir)
     run_dir.check({})
-    if command in ("eval", "run"):
+    if command.measures:
         check_suite(config)
-    reads_prompts = command != "eval" or config.suite.prompts == "heldout"
+    reads_prompts = command.needs_prompts or config.suite.prompts == "heldout"
     prompts = load_prompt_split(config) if reads_prompts else None
     source = locate_target(config.target, unreachable_ok=not fetch)
     if source.revision:
         run_dir.check({"id": source.id, "revision": source.revision})
-    if command == "run" and prompts is not None:
+    if command.trains and command.measures and prompts is not None:
         _check_suite_is_unseen(config, prompts)
     context = Context(
         config=config,
         command=command,
+        given=given,
         run_dir=run_dir,
         source=source,
         spec_or_none=target_spec(config, source),
         prompts_or_none=prompts,
         data_dir=run_dir if data_dir is None else RunDir(data_dir),
     )
-    if command == "eval":
+    if command.needs_drafter:
         check_drafter_folder(context.measured_drafter, "drafter.path" if config.drafter.path else "run.dir")
     if fetch and context.spec_or_none is None:
         context.learn_spec()
@@ -119,36 +129,36 @@ def prepare(config: SpectrainConfig, command: str, data_dir: Path | None = None,
 def _check_against_target(context: Context) -> None:
     config, spec = context.config, context.spec
     check_dimensions(config, spec)
-    if context.command == "eval":
+    if context.command.needs_drafter:
         check_drafter_fits(context.measured_drafter, spec)
         check_drafts(context.measured_drafter, config.decoding.num_speculative_tokens)
         if config.draft_policies != ("fixed",):
             check_confidence(context.measured_drafter)
     elif config.drafter.path is not None:
         check_continued(context, Path(config.drafter.path).expanduser())
-    if context.command in ("capture", "fit", "run"):
+    if "capture" in context.command.stages and not context.command.looks_only:
         check_disk(context)
-    if context.command in ("fit", "run"):
+    if context.command.trains:
         check_attention(config.drafter)
 
 
 # --- the configuration alone ---------------------------------------------------------------------------------------
 
 
-def _check_lengths(config: SpectrainConfig, command: str) -> None:
+def _check_lengths(config: SpectrainConfig, command: Command) -> None:
     answer, longest = config.sampling.max_new_tokens, config.target.max_length
     if answer >= longest:
         raise ConfigError(
             f"sampling.max_new_tokens={answer} leaves no room for a prompt in target.max_length={longest}: lower one, "
             f"or raise the other"
         )
-    if command in ("fit", "run", "plan") and answer < 2:
+    if "fit" in command.stages and answer < 2:
         raise ConfigError(
             "sampling.max_new_tokens=1: a drafter learns what follows a generated token, let answers have 2 tokens at "
             "least"
         )
     rows = config.trainer.packed_length
-    if command in ("fit", "run", "plan") and rows <= answer:
+    if "fit" in command.stages and rows <= answer:
         raise ConfigError(
             f"trainer.packed_length={rows} cannot hold a prompt and an answer of sampling.max_new_tokens={answer}: "
             f"raise packed_length"
@@ -170,13 +180,12 @@ def _check_trackers(config: SpectrainConfig) -> None:
             )
 
 
-def _check_engine(config: SpectrainConfig, command: str) -> None:
+def _check_engine(config: SpectrainConfig, command: Command) -> None:
     """vLLM is here if it is to be started here, and knows the arguments it will be given."""
     from spectrain.engines.vllm.args import check_own_args
 
-    one_pass = (
-        config.capture.during_generation and command != "eval"
-    )  # which generates nothing: the run that it measures may have
+    # A command that generates nothing may measure a run that did.
+    one_pass = config.capture.during_generation and "generate" in command.stages
     if one_pass and config.engine.connector == "stock":
         raise ConfigError(
             "capture.during_generation=true needs engine.connector=spectrain: vLLM's own does not keep whole "
@@ -188,8 +197,8 @@ def _check_engine(config: SpectrainConfig, command: str) -> None:
                 "capture.during_generation=true needs vLLM: add engine=vllm or engine=vllm_server, or set it to false"
             )
     elif config.engine.name == "vllm" or not config.engine.urls:
-        check_own_args(config.engine.args, measures=command in ("eval", "run"))
-    elif command in ("capture", "run") or one_pass:
+        check_own_args(config.engine.args, measures=command.measures)
+    elif command.captures or one_pass:
         raise ConfigError(
             "engine.urls: servers that run already do not hand out hidden states: leave engine.urls empty, so that "
             "servers are started "

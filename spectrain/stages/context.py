@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from spectrain.config.commands import Command
 from spectrain.config.schema import SpectrainConfig
 from spectrain.data.chat import ChatTemplate
 from spectrain.data.hidden_states import StoreMeta
@@ -42,12 +43,13 @@ class Context:
     target that has to be downloaded is there (a dry run may end before that)."""
 
     config: SpectrainConfig
-    command: str
+    command: Command
     run_dir: RunDir
     source: TargetSource
     spec_or_none: TargetSpec | None
     prompts_or_none: PromptSplit | None
     data_dir: RunDir  # has responses and states: run_dir itself, or that of the sweep which this run is a job of
+    given: frozenset[str] = frozenset()  # keys that the command line sets, rather than a file or a default
 
     @property
     def spec(self) -> TargetSpec:
@@ -72,7 +74,7 @@ class Context:
 
         ``run`` trains from drafter.path, so what it measures is always what it trained.
         """
-        if self.config.drafter.path is not None and self.command == "eval":
+        if self.config.drafter.path is not None and self.command.needs_drafter:
             return Path(self.config.drafter.path).expanduser()
         own = self.run_dir.drafter
         return own if own.exists() else self.data_dir.drafter
@@ -215,7 +217,7 @@ class Context:
         self.run_dir.check(identity)
         self.run_dir.set_target(identity)
         # A measurement under other settings must not change what the next `fit` here starts from.
-        if self.command != "eval" or not self.run_dir.config.exists():
+        if not self.command.needs_drafter or not self.run_dir.config.exists():
             write_atomically(self.run_dir.config, config_yaml(self.config))
 
 

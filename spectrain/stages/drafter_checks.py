@@ -10,6 +10,7 @@ from collections.abc import Set
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from spectrain.config.commands import Command
 from spectrain.config.conversion import flatten, suggest
 from spectrain.config.drafter_schema import DrafterConfig
 from spectrain.config.schema import SpectrainConfig
@@ -29,7 +30,7 @@ _CONFIDENCE_ADVICE = "use fixed, or train one with drafter=dspark"
 # --- the configuration alone ---------------------------------------------------------------------------------------
 
 
-def check_kind(config: SpectrainConfig, command: str, given: Set[str] = frozenset()) -> None:
+def check_kind(config: SpectrainConfig, command: Command, given: Set[str] = frozenset()) -> None:
     """The kind of drafter is known, has what the configuration asks for, and drafts as much as is asked for.
 
     ``given``: keys that the command line set. One that the kind does not read is refused there; in a recipe it is
@@ -46,7 +47,7 @@ def check_kind(config: SpectrainConfig, command: str, given: Set[str] = frozense
     _check_loss(config)
     _check_policies(config, command, method)
     most, wanted = method.max_drafts(config.drafter), config.decoding.num_speculative_tokens
-    if command in ("fit", "run", "plan") and config.drafter.path is None and most is not None and wanted > most:
+    if "fit" in command.stages and config.drafter.path is None and most is not None and wanted > most:
         block = f" (drafter.block.block_size={config.drafter.block.block_size})" if "block" in method.sections else ""
         raise ConfigError(
             f"decoding.num_speculative_tokens={wanted}: a drafter of this configuration gives {most} drafts a round"
@@ -88,9 +89,9 @@ def _check_loss(config: SpectrainConfig) -> None:
             )
 
 
-def _check_policies(config: SpectrainConfig, command: str, method: DrafterMethod) -> None:
+def _check_policies(config: SpectrainConfig, command: Command, method: DrafterMethod) -> None:
     """Drafting by confidence is done by our own loop, with a drafter that has a confidence head."""
-    if command not in ("eval", "run") or config.draft_policies == ("fixed",):
+    if not command.measures or config.draft_policies == ("fixed",):
         return
     if config.engine.name != "hf":
         raise ConfigError(
@@ -99,7 +100,7 @@ def _check_policies(config: SpectrainConfig, command: str, method: DrafterMethod
         )
     if config.drafter.path is not None:
         check_confidence(Path(config.drafter.path).expanduser())
-    elif command == "run" and not method.has_confidence(config.drafter):
+    elif command.trains and not method.has_confidence(config.drafter):
         raise ConfigError(
             f"{_POLICY_KEYS}: this {method.name} drafter has no confidence head to draft by; {_CONFIDENCE_ADVICE}"
         )

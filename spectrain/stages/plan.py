@@ -20,7 +20,7 @@ from spectrain.console import say, stdout
 from spectrain.data.hidden_states import StoreMeta, bytes_per_token
 from spectrain.data.prompts import Conversation
 from spectrain.stages.context import Context
-from spectrain.stages.run_dir import STAGES, Decision
+from spectrain.stages.run_dir import Decision
 from spectrain.target.spec import TargetSpec
 
 if TYPE_CHECKING:
@@ -225,9 +225,9 @@ def _decode_s(numbers: Estimate, speed: MachineSpeed, batch: int, weights: int) 
 # --- showing it ----------------------------------------------------------------------------------------------------
 
 
-def show_plan(context: Context, command: str) -> None:
-    """Print what ``command`` would do here (``plan``: the whole pipeline) and what it would take."""
-    config = context.config
+def show_plan(context: Context) -> None:
+    """Print what the context's command would do here (``plan``: the whole pipeline) and what it would take."""
+    config, command = context.config, context.command
     lines = [
         ("run directory", str(context.run_dir.path)),
         ("target", f"{config.target.name}: {context.source.summary}"),
@@ -241,10 +241,10 @@ def show_plan(context: Context, command: str) -> None:
                 f"{context.dtype_name}",
             )
         )
-        lines += _drafter_lines(context, command)
+        lines += _drafter_lines(context)
     if context.prompts_or_none is not None:
         lines.append(("prompts", f"{len(context.prompts.train):,} training, {len(context.prompts.heldout):,} held out"))
-    if command in ("eval", "run", "plan"):
+    if "eval" in command.stages:
         lines.append(
             ("suite", f"{config.suite.name}: {config.suite.prompts}, at most {config.suite.max_prompts} prompts")
         )
@@ -252,10 +252,10 @@ def show_plan(context: Context, command: str) -> None:
         lines.append(("", f"conversations at a time: {batches}; draft policy: {policies}"))
     if context.spec_or_none is None:
         lines.append(("", "its dimensions are not known here, so neither are disk, memory and time"))
-    decisions = _decisions(context, command)
+    decisions = _decisions(context)
     lines += [("stage", str(decision)) for decision in decisions]
-    if command != "eval" and context.spec_or_none is not None and context.prompts_or_none is not None:
-        lines += _cost_lines(context, command, {decision.name for decision in decisions if decision.skip})
+    if command.needs_prompts and context.spec_or_none is not None and context.prompts_or_none is not None:
+        lines += _cost_lines(context, {decision.name for decision in decisions if decision.skip})
     table = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
     for name, text in lines:
         table.add_row(name, text)
@@ -263,14 +263,14 @@ def show_plan(context: Context, command: str) -> None:
     say("everything that can be checked before work starts has been checked; nothing was written")
 
 
-def _drafter_lines(context: Context, command: str) -> list[tuple[str, str]]:
+def _drafter_lines(context: Context) -> list[tuple[str, str]]:
     """What is trained or measured, and how it drafts."""
     from spectrain.drafters.drafter_folder import read_method, read_shape
     from spectrain.drafters.registry import find_method
 
     config, folder = context.config, context.config.drafter.path
     most = find_method(config.drafter.method).max_drafts(config.drafter)
-    if command == "eval":
+    if context.command.needs_drafter:
         folder = str(context.measured_drafter)
     if folder is None:
         method, size = config.drafter.method, config.drafter.draft_vocab_size or context.spec.vocab_size
@@ -284,26 +284,20 @@ def _drafter_lines(context: Context, command: str) -> list[tuple[str, str]]:
     return [*lines, ("", f"drafts {n} tokens a round{blocks}, judged at temperature {config.decoding.temperature:g}")]
 
 
-def _decisions(context: Context, command: str) -> list[Decision]:
-    """What each stage of ``command`` would do; none where the target has to be fetched first."""
+def _decisions(context: Context) -> list[Decision]:
+    """What each stage of the command would do; none where the target has to be fetched first."""
     from spectrain.stages import capture, fit, generate
 
     if context.source.folder is None or context.prompts_or_none is None:
         return []
     stages = {"generate": generate.decide, "capture": capture.decide, "fit": fit.decide}
-    return [decide(context) for name, decide in stages.items() if command != "eval" and name in _stages_of(command)]
+    return [decide(context) for name, decide in stages.items() if name in context.command.stages]
 
 
-def _stages_of(command: str) -> list[str]:
-    """A stage brings those before it up to date."""
-    names = [stage.name for stage in STAGES]
-    return names[: names.index(command) + 1] if command in names else names
-
-
-def _cost_lines(context: Context, command: str, skipped: set[str]) -> list[tuple[str, str]]:
+def _cost_lines(context: Context, skipped: set[str]) -> list[tuple[str, str]]:
     numbers = estimate(context)
     every = stage_seconds(context, numbers, measure_speed(context))
-    seconds = {name: value for name, value in every.items() if name in _stages_of(command) and name not in skipped}
+    seconds = {name: value for name, value in every.items() if name in context.command.stages and name not in skipped}
     folder = context.data_dir.path
     while not folder.exists():
         folder = folder.resolve().parent

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
 from spectrain.config.schema import TrainerConfig
-from spectrain.drafters.base import Drafter
+from spectrain.drafters.drafter import Drafter
 
 # Quintic iteration with slope 3.4445 at 0: pushes all singular values into about [0.7, 1.2] in five steps.
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)

@@ -10,8 +10,12 @@ import ast
 from collections import Counter
 from itertools import takewhile
 from pathlib import Path
+from typing import get_args
 
 import pytest
+
+from spectrain.config.conversion import all_keys, sections
+from spectrain.config.help_text import help_of
 
 PACKAGE = Path(__file__).parents[2] / "spectrain"
 # An import may only point to the left.
@@ -62,3 +66,18 @@ def test_no_module_name_stands_for_two_things():
 @pytest.mark.parametrize("path", MODULES, ids=str)
 def test_a_module_can_be_read_in_one_sitting(path):
     assert len((PACKAGE / path).read_text(encoding="utf-8").splitlines()) <= LONGEST
+
+
+@pytest.mark.parametrize("key", [key for key in all_keys() if key not in sections() and not key.startswith("drafter.")])
+def test_every_key_has_help(key):
+    """A sentence that says more than the key itself."""
+    assert len(help_of(key).split()) >= 3
+    assert help_of(key).strip(" .") == help_of(key)
+    if type(None) in get_args(all_keys()[key]):
+        assert "null" in help_of(key)
+
+
+@pytest.mark.parametrize("section", sections())
+def test_every_section_says_what_it_is_for(section):
+    assert sections()[section].__doc__
+    assert not sections()[section].__doc__.startswith(sections()[section].__name__)  # as dataclasses write it

@@ -259,10 +259,11 @@ def test_a_disk_that_is_too_small(workplace, monkeypatch, capsys):
 
 
 def test_the_estimate_counts_what_the_store_will_hold(capsys, workplace, target):
+    from spectrain.config.commands import COMMANDS
     from spectrain.config.loading import compose
     from spectrain.stages.checks import prepare
 
-    context = prepare(compose([*workplace, "hidden_states.dtype=bfloat16"]), "run")
+    context = prepare(compose([*workplace, "hidden_states.dtype=bfloat16"]), COMMANDS["run"])
     numbers = plan.estimate(context)
     # (3 taps + 1) × 32 values of 2 bytes, and 4 + 1 + 4 bytes for id, mask and normalizer.
     assert numbers.states_bytes == numbers.tokens * (4 * 32 * 2 + 9)

@@ -6,8 +6,11 @@ import sys
 import pytest
 
 from spectrain import cli
+from spectrain.config.commands import COMMANDS, PIPELINE
+from spectrain.config.conversion import all_keys, sections
 from spectrain.config.folders import GROUP_FOLDERS, group_options
-from spectrain.config.help_text import COMMANDS, command_help, overview
+from spectrain.config.help_text import command_help, example_of, explain, help_of, overview
+from spectrain.config.loading import compose
 from spectrain.errors import ConfigError, RunError
 
 
@@ -30,26 +33,125 @@ def test_without_arguments_the_overview(capsys):
     assert code == 2
     assert out.strip() == overview()
     assert run(capsys, "--help")[:2] == (0, out)
+    assert run(capsys, "help")[:2] == (0, out)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_of_a_command_shows_groups_options_keys_and_an_example(capsys, command):
-    code, out, _ = run(capsys, command, "--help")
-    assert code == 0
-    assert f"spectrain {command}: {COMMANDS[command].summary}" in out
-    assert f"  spectrain {command}" in out  # an example
-    for key in COMMANDS[command].keys:
+ENTRIES = [entry for command in COMMANDS.values() for entry in (command, *command.words)]
+
+
+def one_line(text):
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
+def test_help_of_a_command_shows_groups_options_keys_and_an_example(capsys, entry):
+    code, out, _ = run(capsys, *entry.name.split(), "--help")
+    assert (code, out.strip()) == (0, command_help(entry))
+    assert f"spectrain {entry.name}: {entry.summary}" in out
+    assert f"  spectrain {entry.name}" in out  # an example
+    for key in entry.keys:
         assert f"  {key}=" in out
-    for group in set(COMMANDS[command].sections) & set(GROUP_FOLDERS):
+        assert help_of(key) in one_line(out)
+    for group in set(entry.sections) & set(GROUP_FOLDERS):
         assert all(option in out for option in group_options(group))
-    assert max(map(len, out.splitlines())) <= 120
+    assert all(option.flag in out for option in entry.options)
+    examples = {f"  {example}" for example in entry.examples}  # can be pasted as they are
+    assert max(len(line) for line in out.splitlines() if line not in examples) <= 100
 
 
-def test_help_explains_keys_with_the_comments_of_the_dataclasses():
-    text = command_help("fit")
-    assert "drafter.draft_vocab_size=null" in text
-    assert "None: the target's whole vocabulary" in text
-    assert "trainer.learning_rate=0.001" in text
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
+def test_the_table_of_commands_is_whole(entry):
+    assert entry.summary
+    assert entry.detail
+    assert entry.looks_only or callable(entry.load())
+    assert {*entry.sections} <= {*sections(), *GROUP_FOLDERS}
+    assert set(entry.stages) <= set(PIPELINE)
+
+
+def test_help_shows_type_default_and_meaning_of_a_key():
+    text = one_line(command_help(COMMANDS["fit"]))
+    assert "trainer.learning_rate=0.001 a number; more than 0 greatest learning rate" in text
+    assert "trainer.optimizer=adamw one of adamw, muon muon takes" in text
+
+
+# --- spectrain help ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "lines"),
+    [
+        ("drafter.taps", ["type a list of whole numbers, or null", "default null"]),
+        ("trainer.beta1", ["type a number", "bounds at least 0, less than 1", "default 0.9", "example trainer.beta1="]),
+        ("trainer.schedule", ["type one of cosine, wsd, constant", "default cosine", "example trainer.schedule=wsd"]),
+        ("data.seed", ["bounds at least 0, less than 2^63"]),
+        ("engine.args", ["type a mapping of names to anything"]),
+        ("suite.baselines", ["type a list of none, ngram", "default [none,ngram]"]),
+    ],
+)
+def test_help_explains_one_key(capsys, key, lines):
+    code, out, _ = run(capsys, "help", key)
+    assert code == 0
+    assert out.splitlines()[0] == key
+    assert help_of(key) in one_line(out)
+    assert all(line in one_line(out) for line in lines)
+
+
+@pytest.mark.parametrize("key", [key for key in all_keys() if key not in sections()])
+def test_every_key_can_be_explained_and_its_example_typed(key):
+    assert explain([key]).startswith(key)
+    if not key.startswith("drafter."):  # those say something only together with a method
+        compose([f"{key}={example_of(key)}"])
+
+
+def test_a_key_below_one_that_takes_any_is_explained_by_it():
+    assert explain(["engine.args.max_model_len"]) == explain(["engine.args"])
+
+
+@pytest.mark.parametrize("section", sections())
+def test_help_of_a_section_shows_all_its_keys(capsys, section):
+    code, out, _ = run(capsys, "help", section)
+    assert code == 0
+    keys = [key for key in all_keys() if key.startswith(f"{section}.") and key not in sections()]
+    assert all(f"  {key}=" in out and help_of(key) in one_line(out) for key in keys)
+    assert max(len(line) for line in out.splitlines() if not line.startswith("  spectrain ")) <= 100
+
+
+@pytest.mark.parametrize("group", GROUP_FOLDERS)
+def test_help_of_a_group_shows_what_each_option_says_of_itself(capsys, group):
+    code, out, _ = run(capsys, "help", group)
+    assert code == 0
+    for option, file in group_options(group).items():
+        comment = next(line for line in file.read_text().splitlines() if not line.startswith("# @"))
+        assert comment.startswith("# "), f"{file} says nothing of itself"
+        assert f"{option} {comment.removeprefix('# ')}" in one_line(out)
+
+
+def test_help_of_a_command_is_its_help(capsys):
+    assert run(capsys, "help", "fit") == run(capsys, "fit", "--help")
+    assert run(capsys, "help", "eval", "parity") == run(capsys, "eval", "parity", "--help")
+    both = run(capsys, "help", "capture")[1]
+    assert "spectrain capture: " in both
+    assert "capture.during_generation=false" in both
+
+
+@pytest.mark.parametrize(
+    ("topic", "near"),
+    [("drafter.tap", "drafter.taps"), ("taps", "drafter.taps"), ("trainr", "trainer"), ("recipes", "recipe")],
+)
+def test_help_suggests_what_was_meant(capsys, topic, near):
+    code, out, err = run(capsys, "help", topic)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert topic in err
+    assert f"did you mean {near}?" in err
+
+
+def test_help_of_something_that_does_not_exist(capsys):
+    code, _, err = run(capsys, "help", "zzz")
+    assert code == 2
+    assert "unknown key zzz" in err
+
+
+# --- the rest of the command line ----------------------------------------------------------------------------------
 
 
 def test_version(capsys):
@@ -63,14 +165,23 @@ def test_version(capsys):
     [
         (["genrate"], "unknown command 'genrate': did you mean generate?"),
         (["fly"], "unknown command 'fly': use one of generate, capture"),
-        (["fit", "--dryrun"], "unknown option --dryrun: the options are --dry-run"),
+        (["fit", "--dryrun"], "unknown option --dryrun: did you mean --dry-run?"),
+        (["fit", "--wet"], "unknown option --wet: the options are --dry-run, -m, --multirun"),
+        (["--wet"], "unknown option --wet"),
+        (["fit", "--limit", "3"], "unknown option --limit"),
+        (["fit", "--", "--port", "1"], "unknown option --"),
         (["fit", "trainer.learning_rat=1"], "unknown key trainer.learning_rat: did you mean trainer.learning_rate?"),
         (["fit", "recipe=quickstart", "trainer.epochs=abc"], "trainer.epochs must be a whole number, got 'abc'"),
         (["fit"], "no target is chosen: add recipe=quickstart"),
         (["fit", "target.path=x"], "no prompts are chosen"),
         (["fit", "-m", "recipe=quickstart", "trainer.epochs=1,0"], "trainer.epochs=0 must be at least 1"),
         (["plan", "-m", "recipe=quickstart", "trainer.epochs=1,2"], "plan takes no -m"),
+        (["serve", "-m", "run.dir=a,b"], "serve takes no -m"),
+        (["eval", "parity", "-m", "run.dir=a,b"], "eval parity takes no -m"),
+        (["eval", "party", "run.dir=a"], "unknown word 'party': did you mean parity?"),
         (["inspect"], "inspect what?"),
+        (["inspect", "responses", "--limit"], "--limit needs a value"),
+        (["inspect", "responses", "--limit", "0"], "--limit must be a whole number of at least 1, got '0'"),
         (["inspect", "respones"], "unknown word 'respones': did you mean responses?"),
         (["inspect", "responses", "--limit", "x"], "--limit must be a whole number"),
         (["inspect", "responses", "--split=valid"], "unknown split 'valid'"),
@@ -105,15 +216,22 @@ def test_exit_codes(capsys, monkeypatch, error, code, text):
 
 
 def test_flags_may_stand_anywhere():
-    command = cli.parse(["--debug", "fit", "a=1", "-m", "b=2", "--dry-run"])
-    assert (command.command, command.overrides) == ("fit", ("a=1", "b=2"))
-    assert command.debug and command.multirun and command.dry_run
-    command = cli.parse(["inspect", "responses", "--limit=4", "run.dir=x", "--split", "train"])
-    assert (command.words, command.values, command.overrides) == (
-        ("responses",),
-        {"limit": "4", "split": "train"},
+    line = cli.parse(["--debug", "fit", "a=1", "-m", "b=2", "--dry-run"])
+    assert (line.command, line.overrides) == (COMMANDS["fit"], ("a=1", "b=2"))
+    assert line.debug and line.multirun and line.dry_run
+    assert not line.help
+    line = cli.parse(["inspect", "--limit=4", "responses", "run.dir=x", "--split", "train"])
+    assert (line.command, line.options, line.overrides) == (
+        COMMANDS["inspect"].words[0],
+        {"limit": 4, "split": "train"},
         ("run.dir=x",),
     )
+    assert cli.parse(["inspect", "responses"]).options == {"limit": 3, "split": None}
+    line = cli.parse(["eval", "run.dir=x", "parity"])
+    assert (line.command.name, line.overrides) == ("eval parity", ("run.dir=x",))
+    line = cli.parse(["serve", "--print", "run.dir=x", "--dry-run", "--", "--help", "-m", "--", "x=1"])
+    assert (line.options, line.overrides, line.dry_run) == ({"print": True}, ("run.dir=x",), True)
+    assert (line.flags, line.help, line.multirun) == (("--help", "-m", "--", "x=1"), False, False)
 
 
 SLOW = ("torch", "transformers", "accelerate", "pyarrow")
@@ -127,7 +245,16 @@ print(code, [name for name in {SLOW!r} if name in sys.modules])
 
 @pytest.mark.parametrize(
     ("arguments", "code"),
-    [(["fit", "--help"], 0), (["fit", "recipe=quickstart", "trainer.epochs=x"], 2), (["run", "target.path=x"], 2)],
+    [
+        (["--help"], 0),
+        (["fit", "--help"], 0),
+        (["help", "drafter.taps"], 0),
+        (["help", "drafter.tap"], 2),
+        (["fit", "recipe=quickstart", "trainer.epochs=x"], 2),
+        (["run", "target.path=x"], 2),
+        (["inspect"], 2),
+        (["fit", "-m", "recipe=quickstart", "trainer.epochs=1,0"], 2),
+    ],
 )
 def test_help_and_configuration_errors_import_nothing_slow(arguments, code):
     done = subprocess.run([sys.executable, "-c", CODE, *arguments], capture_output=True, text=True, check=True)

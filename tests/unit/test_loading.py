@@ -1,14 +1,20 @@
 """Composition: groups, recipes, the user's own folders, existing run directories, and Hydra's errors as one line."""
 
 import dataclasses
+import os
+import sys
+from importlib import metadata
 
 import pytest
 from omegaconf import OmegaConf
 
+from spectrain import cli
+from spectrain.config.conversion import all_keys
 from spectrain.config.folders import GROUP_FOLDERS, group_options
-from spectrain.config.loading import compose, multirun, sweep_config, sweep_jobs, swept
+from spectrain.config.loading import compose, given_keys, multirun, sweep_config, sweep_jobs, sweep_overrides, swept
+from spectrain.config.overrides import read_overrides, user_drafters
 from spectrain.config.schema import SpectrainConfig
-from spectrain.errors import ConfigError, InputError, SpectrainError
+from spectrain.errors import ConfigError, InputError, RunError, SpectrainError
 
 
 @pytest.fixture(autouse=True)
@@ -140,6 +146,59 @@ def test_loss_terms_can_be_added_and_taken_away():
     assert {name: weight for name, weight in weights.items() if weight} == {"kl": 1.0, "tv": 0.9}
 
 
+def test_given_keys_are_those_of_the_command_line():
+    overrides = ["recipe=quickstart", "trainer.epochs=3", "engine.args.max_model_len=9", "drafter.loss={step_decay: 1}"]
+    assert given_keys(overrides) == {"trainer.epochs", "engine.args.max_model_len", "drafter.loss.step_decay"}
+    assert given_keys(["engine.args={a: 1}", "+trainer.seed=1", "hydra.verbose=true"]) == {
+        "engine.args",
+        "trainer.seed",
+    }
+
+
+# --- drafters without a file ---------------------------------------------------------------------------------------
+
+
+needs_module_key = pytest.mark.xfail(
+    "drafter.module" not in all_keys(), reason="the section of the drafter names no module yet", strict=True
+)
+
+
+@needs_module_key
+@pytest.mark.parametrize("overrides", [["drafter=mine"], ["recipe=dspark_quickstart", "drafter=mine"]])
+def test_a_drafter_of_a_module_needs_no_file(overrides):
+    drafter = compose([*overrides, "drafter.module=my_package.my_drafter"]).drafter
+    assert (drafter.method, drafter.module) == ("mine", "my_package.my_drafter")
+
+
+@needs_module_key
+def test_a_drafter_of_a_module_can_be_swept_like_any_other():
+    jobs = run_sweep(["drafter=mine,eagle3", "drafter.module=my_package.my_drafter", "run.dir=sweep"])
+    assert [(job.drafter.method, job.run.dir) for job in jobs] == [
+        ("mine", "sweep/drafter=mine"),
+        ("eagle3", "sweep/drafter=eagle3"),
+    ]
+
+
+def test_a_drafter_of_an_installed_package_is_known_by_its_entry_point(monkeypatch):
+    """Its name is enough, and nothing is imported."""
+    installed = metadata.EntryPoints([metadata.EntryPoint("theirs", "no.such.module", "spectrain.drafters")])
+    monkeypatch.setattr(metadata, "entry_points", lambda group: installed.select(group=group))
+    lines, parsed = read_overrides(["drafter=theirs", "trainer.epochs=1"])
+    assert lines == ["drafter=theirs", "trainer.epochs=1"]
+    assert user_drafters(parsed) == ("theirs",)
+    with pytest.raises(ConfigError, match=r"drafter=thiers is unknown: did you mean"):
+        read_overrides(["drafter=thiers"])
+
+
+def test_a_users_file_is_no_drafter_without_a_file(tmp_path):
+    write(tmp_path / "conf/drafter/mine.yaml", "method: dspark\n")
+    assert user_drafters(read_overrides(["drafter=mine"])[1]) == ()
+    assert compose(["drafter=mine"]).drafter.method == "dspark"
+
+
+# --- what is swept -------------------------------------------------------------------------------------------------
+
+
 def test_swept_tells_sweeps_from_the_rest():
     assert swept(["trainer.seed=1,2", "trainer.epochs=3", "drafter.taps=[1,2]"]) == (
         ["trainer.seed"],
@@ -224,6 +283,43 @@ def test_scratch_takes_the_folders_of_a_dry_run(tmp_path):
     jobs = run_sweep(["trainer.seed=1,2", "run.dir=sweep"], scratch=scratch)
     assert [job.run.dir for job in jobs] == ["sweep/trainer.seed=1", "sweep/trainer.seed=2"]
     assert not (tmp_path / "sweep").exists()
+
+
+def test_a_job_that_fails_says_so_in_one_line_and_with_its_own_exit_code(capsys, monkeypatch):
+    def fail(*arguments, **named):
+        raise RunError("broke in the middle")
+
+    monkeypatch.setattr("spectrain.stages.checks.prepare", fail)
+    before = (list(sys.argv), dict(os.environ))
+    # The prompts differ, so nothing is shared, and the jobs are the first to fail.
+    assert cli.main(["fit", "-m", "recipe=quickstart", "hydra/launcher=basic", "data.max_train=1,2"]) == 1
+    assert [line for line in capsys.readouterr().err.splitlines() if not line.startswith("run.dir=")] == [
+        "error: broke in the middle"
+    ]
+    assert (sys.argv, dict(os.environ)) == before
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("hydra/launcher=nobody", "configuration hydra/launcher/nobody was not found"),
+        ("trainer.learning_rate=interval(0,1)", "trainer.learning_rate=interval(0,1): name the values"),
+    ],
+)
+def test_errors_of_a_sweep_are_one_line_too(capsys, override, message):
+    assert cli.main(["fit", "-m", "recipe=quickstart", "data.max_train=1,2", override]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert message in err
+
+
+def test_a_job_knows_which_keys_were_given():
+    seen = []
+    multirun(
+        ["recipe=quickstart", "trainer.seed=1,2", "data.max_train=3", "run.dir=sweep"],
+        lambda composed: seen.append(given_keys(sweep_overrides())),
+    )
+    assert seen == [{"trainer.seed", "data.max_train", "run.dir"}] * 2
 
 
 def test_hydra_settings_reach_hydra():

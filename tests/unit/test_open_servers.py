@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from fake_server import FakeServer
 
+from spectrain.config.commands import COMMANDS
 from spectrain.config.schema import CaptureConfig, DataConfig, EngineConfig, SpectrainConfig, TargetConfig
 from spectrain.data.prompts import Conversation
 from spectrain.engines.vllm import args as vllm_options
@@ -67,7 +68,7 @@ def test_running_servers_do_not_capture(command, one_pass):
         capture=CaptureConfig(during_generation=one_pass),
     )
     with pytest.raises(ConfigError, match="do not hand out hidden states"):
-        check_config(config, command)
+        check_config(config, COMMANDS[command])
 
 
 @pytest.fixture

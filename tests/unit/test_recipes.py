@@ -13,6 +13,7 @@ from tiny import tiny_tokenizer
 from transformers import Qwen3Config
 
 from spectrain import cli
+from spectrain.config.commands import COMMANDS
 from spectrain.config.folders import group_options
 from spectrain.config.loading import compose
 from spectrain.config.schema import TargetConfig
@@ -143,7 +144,9 @@ def test_published_settings(
 
 def estimate(recipe: str, folder: Path, *more: str) -> tuple[Any, plan.Estimate]:
     context = prepare(
-        compose([f"recipe={recipe}", f"target.path={folder}", "target.dtype=bfloat16", *more]), "plan", fetch=False
+        compose([f"recipe={recipe}", f"target.path={folder}", "target.dtype=bfloat16", *more]),
+        COMMANDS["plan"],
+        fetch=False,
     )
     return context, plan.estimate(context)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from spectrain.config.commands import COMMANDS
 from spectrain.config.loading import compose
 from spectrain.config.schema import EngineConfig, TargetConfig
 from spectrain.engines.vllm import args as vllm_options
@@ -221,21 +222,22 @@ def test_a_log_without_errors_gives_its_last_lines_and_a_missing_one_says_so(tmp
 def test_what_cannot_work_is_said_before_anything_starts() -> None:
     given = ["target.path=x", "data=quickstart"]
     with pytest.raises(ConfigError, match=r"did you mean engine\.args\.block_size"):
-        check_config(compose([*given, "engine=vllm", "engine.args.blok_size=3"]), "generate")
+        check_config(compose([*given, "engine=vllm", "engine.args.blok_size=3"]), COMMANDS["generate"])
     with pytest.raises(ConfigError, match="needs vLLM"):
-        check_config(compose([*given, "capture.during_generation=true"]), "generate")
+        check_config(compose([*given, "capture.during_generation=true"]), COMMANDS["generate"])
     with pytest.raises(ConfigError, match=r"needs engine\.connector=spectrain"):
         check_config(
-            compose([*given, "engine=vllm", "capture.during_generation=true", "engine.connector=stock"]), "generate"
+            compose([*given, "engine=vllm", "capture.during_generation=true", "engine.connector=stock"]),
+            COMMANDS["generate"],
         )
     # Servers that run already have the arguments they have.
-    check_config(compose([*given, "engine=vllm_server", "engine.urls=[http://a:1]"]), "generate")
+    check_config(compose([*given, "engine=vllm_server", "engine.urls=[http://a:1]"]), COMMANDS["generate"])
 
 
 @pytest.mark.parametrize("engine", [("engine=hf",), ("engine=vllm_server", "engine.urls=[http://a:1]")])
 def test_how_states_were_captured_is_no_matter_to_eval(engine: tuple[str, ...]) -> None:
     """A run directory remembers it."""
-    check_config(compose(["target.path=x", "capture.during_generation=true", *engine]), "eval")
+    check_config(compose(["target.path=x", "capture.during_generation=true", *engine]), COMMANDS["eval"])
 
 
 @pytest.mark.parametrize(
@@ -252,13 +254,13 @@ def test_how_states_were_captured_is_no_matter_to_eval(engine: tuple[str, ...]) 
 def test_nothing_runs_that_is_not_what_is_written_down(argument: str, advice: str) -> None:
     config = compose(["target.path=x", "data=quickstart", "engine=vllm", f"engine.args.{argument}"])
     with pytest.raises(ConfigError, match=rf"engine\.args\.{argument.partition('=')[0].partition('.')[0]} .*{advice}"):
-        check_config(config, "eval")
+        check_config(config, COMMANDS["eval"])
 
 
 def test_generation_may_speculate() -> None:
     check_config(
         compose(["target.path=x", "data=quickstart", "engine=vllm", "engine.args.speculative_config.method=ngram"]),
-        "generate",
+        COMMANDS["generate"],
     )
 
 

@@ -1,0 +1,311 @@
+"""The table of commands: what each is called, what it does, needs, reads and writes, and the function behind it.
+
+Nothing else tells commands apart by their names: the command line, its help and all checks ask the entry.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from spectrain.config.conversion import suggest
+from spectrain.errors import ConfigError
+
+PIPELINE = ("generate", "capture", "fit", "eval")  # its stages, in their order
+
+
+@dataclass(frozen=True)
+class Switch:
+    """An option of every command, on or off, anywhere on the line."""
+
+    name: str  # in the parsed command line
+    flags: tuple[str, ...]
+    help: str
+
+
+SWITCHES = (
+    Switch("dry_run", ("--dry-run",), "compose and check everything, print the plan, touch nothing"),
+    Switch("multirun", ("-m", "--multirun"), "one job, in a run directory of its own, for each of the values key=a,b"),
+    Switch("debug", ("--debug",), "show the traceback of an error"),
+    Switch("help", ("-h", "--help"), "this text"),
+    Switch("version", ("--version",), "the version"),
+)
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of one command. ``read`` turns its text into a value; None: it takes no value and is on or off."""
+
+    flag: str
+    help: str
+    read: Callable[[str], Any] | None = None
+    metavar: str | None = None
+    default: Any = None
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command of the command line."""
+
+    name: str
+    summary: str
+    detail: str
+    # module:function; takes a Context where it touches a run directory, else the parsed command line
+    function: str = ""
+    reads: str = ""
+    writes: str = "nothing"
+    sections: tuple[str, ...] = ()  # sections and groups of the configuration that matter
+    keys: tuple[str, ...] = ()  # the ones worth showing
+    examples: tuple[str, ...] = ()
+    options: tuple[Option, ...] = ()
+    words: tuple[Command, ...] = ()  # what may follow the name, as `parity` follows `eval`
+    needs_word: bool = False  # nothing is done without one of them
+    stages: tuple[str, ...] = ()  # of the pipeline, that it brings up to date
+    needs_prompts: bool = True  # training prompts have to be configured
+    needs_drafter: bool = False  # works on a drafter that is there, and leaves the run's configuration as it is
+    captures: bool = False  # runs the target over responses, even where all that training needs is there
+    trains: bool = False
+    measures: bool = False  # decodes the prompts of a suite
+    looks_only: bool = False  # always as with --dry-run
+    touches_run_dir: bool = True  # composes, checks, locks the run directory and works in it
+    takes_multirun: bool = True
+    takes_flags: bool = False  # of another program, behind `--`
+    takes_topics: bool = False  # what follows are words to explain, not overrides
+
+    def load(self) -> Callable[..., Any]:
+        """The function behind the command; only its own imports are paid for."""
+        module, _, name = self.function.partition(":")
+        return getattr(importlib.import_module(module), name)
+
+
+def known(word: str, allowed: tuple[str, ...], kind: str) -> str:
+    """``word``, if it is allowed; else ConfigError with the nearest one that is."""
+    if word in allowed:
+        return word
+    close = suggest(word, allowed)
+    several = "one of " if len(allowed) > 1 else ""
+    hint = f"did you mean {close[0]}?" if close else f"use {several}{', '.join(allowed)}"
+    raise ConfigError(f"unknown {kind} {word!r}: {hint}")
+
+
+def _limit(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise ConfigError(f"--limit must be a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+def _split(text: str) -> str:
+    return known(text, ("train", "heldout"), "split")
+
+
+_PROMPT_KEYS = ("data.train", "data.heldout", "data.max_train", "data.max_heldout", "data.system")
+_SAMPLING_KEYS = ("sampling.temperature", "sampling.max_new_tokens", "sampling.seed")
+_DRAFTER_KEYS = (
+    "drafter.taps",
+    "drafter.draft_vocab_size",
+    "drafter.num_layers",
+    "drafter.init",
+    "drafter.loss.weights",
+    "drafter.path",
+)
+_TRAINER_KEYS = (
+    "trainer.epochs",
+    "trainer.learning_rate",
+    "trainer.optimizer",
+    "trainer.packed_length",
+    "trainer.precision",
+)
+_EVAL_KEYS = (
+    "decoding.num_speculative_tokens",
+    "decoding.temperature",
+    "suite.prompts",
+    "suite.max_prompts",
+    "suite.baselines",
+)
+_POLICY_KEYS = ("decoding.draft_policy", "decoding.threshold", "suite.policies", "suite.batches")
+
+_GENERATE = Command(
+    name="generate",
+    summary="let the target answer the prompts",
+    detail="Answers every training and held-out prompt, in the target's own chat template. What is answered already is "
+    "kept.",
+    function="spectrain.stages.generate:generate",
+    reads="prompt files (JSON lines)",
+    writes="responses/",
+    sections=("target", "data", "sampling", "engine"),
+    keys=("target.path", *_PROMPT_KEYS, *_SAMPLING_KEYS, "engine.batch_size"),
+    examples=("spectrain generate recipe=quickstart data=jsonl data.train=prompts.jsonl run.dir=runs/mine",),
+    stages=PIPELINE[:1],
+)
+_CAPTURE = Command(
+    name="capture",
+    summary="store the target's hidden states on its answers",
+    detail="Runs the target once over every response and stores the taps (auxiliary hidden-state layers) and the last "
+    "hidden state of each token.",
+    function="spectrain.stages.capture:capture",
+    reads="responses/",
+    writes="hidden_states/",
+    sections=("target", "hidden_states", "engine", "drafter"),
+    keys=(
+        *("drafter.taps", "hidden_states.dtype", "hidden_states.shard_bytes", "engine.capture_tokens"),
+        *("capture.during_generation", "target.max_length"),
+    ),
+    examples=("spectrain capture run.dir=runs/mine hidden_states.dtype=int8",),
+    stages=PIPELINE[:2],
+    captures=True,
+)
+_FIT = Command(
+    name="fit",
+    summary="train a drafter on the stored hidden states",
+    detail="Trains the drafter and keeps the one with the greatest acceptance length on held-out text, measured as a "
+    "server would.",
+    function="spectrain.stages.fit:fit",
+    reads="hidden_states/",
+    writes="drafter/ (the folder a server loads), checkpoints/, metrics.jsonl",
+    sections=("drafter", "trainer", "decoding", "logger"),
+    keys=(*_DRAFTER_KEYS, *_TRAINER_KEYS, "decoding.num_speculative_tokens"),
+    examples=(
+        "spectrain fit recipe=quickstart trainer.learning_rate=5e-4 drafter.draft_vocab_size=16384",
+        "spectrain fit -m recipe=quickstart trainer.learning_rate=5e-4,1e-3,2e-3",
+        "spectrain fit recipe=quickstart drafter=mine drafter.module=my_package.my_drafter",
+    ),
+    stages=PIPELINE[:3],
+    trains=True,
+)
+_EVAL = Command(
+    name="eval",
+    summary="measure a drafter in the speculative loop",
+    detail="Decodes the prompts of a suite with the drafter, by n-gram lookup and without speculation, and compares "
+    "them: in our own loop, or by vLLM (engine=vllm, engine=vllm_server).",
+    function="spectrain.stages.eval:evaluate",
+    reads="drafter/ (or drafter.path), prompts of the suite",
+    writes="eval/, report.html",
+    sections=("suite", "decoding", "engine", "target", "drafter"),
+    keys=(
+        *("drafter.path", *_EVAL_KEYS, "suite.max_new_tokens", "suite.concurrency", "decoding.proposal_policy"),
+        *_POLICY_KEYS,
+    ),
+    examples=(
+        "spectrain eval run.dir=runs/quickstart decoding.num_speculative_tokens=5",
+        "spectrain eval drafter.path=FOLDER target=smollm2_135m suite=jsonl suite.prompts=prompts.jsonl",
+    ),
+    stages=PIPELINE[3:],
+    needs_prompts=False,
+    needs_drafter=True,
+    measures=True,
+)
+_PARITY = replace(
+    _EVAL,
+    name="eval parity",
+    summary="check that vLLM drafts and accepts what our loop does",
+    detail="Lets vLLM decode the prompts of a suite with the drafter, and checks round by round that it drafts and "
+    "accepts what our own loop does.",
+    function="spectrain.stages.eval_parity:parity",
+    keys=("drafter.path", "decoding.num_speculative_tokens", "suite.prompts", "suite.max_prompts"),
+    examples=("spectrain eval parity run.dir=runs/quickstart engine=vllm",),
+    takes_multirun=False,
+)
+_SERVE = Command(
+    name="serve",
+    summary="start vLLM with the target and a drafter",
+    detail="Becomes vLLM's server: target, drafter, method and the number of drafts that evaluation recommends are "
+    "set; flags behind `--` are vLLM's own. The target is the one the drafter was trained for, unless one is named.",
+    function="spectrain.cli:serve_drafter",
+    reads="drafter/ (or drafter.path, a folder or a Hub id), eval/",
+    sections=("target", "engine"),
+    keys=(
+        *("run.dir", "drafter.path", "target.path", "decoding.num_speculative_tokens"),
+        *("engine.tensor_parallel_size", "engine.args"),
+    ),
+    examples=(
+        "spectrain serve run.dir=runs/mine -- --port 8000",
+        "spectrain serve drafter.path=FOLDER_OR_HUB_ID engine.tensor_parallel_size=2 --print",
+    ),
+    options=(Option("--print", "show vLLM's command line instead of starting it"),),
+    needs_prompts=False,
+    needs_drafter=True,
+    touches_run_dir=False,
+    takes_multirun=False,
+    takes_flags=True,
+)
+_RUN = Command(
+    name="run",
+    summary="generate, capture, fit and eval, one after the other",
+    detail="The whole pipeline over one run directory. Stages whose inputs have not changed are skipped.",
+    function="spectrain.stages.run:run",
+    reads="prompt files (JSON lines)",
+    writes="everything in the run directory; report.html is the page to read",
+    sections=("recipe", "target", "data", "sampling", "engine", "drafter", "trainer", "decoding", "suite"),
+    keys=(
+        *("run.dir", "capture.during_generation", *_PROMPT_KEYS[:2], *_SAMPLING_KEYS[:2], *_DRAFTER_KEYS[:2]),
+        *(*_TRAINER_KEYS[:2], *_EVAL_KEYS[:2]),
+    ),
+    examples=(
+        "spectrain run recipe=quickstart run.dir=runs/quickstart",
+        "spectrain run recipe=quickstart run.dir=runs/mine data=jsonl data.train=A.jsonl data.heldout=B.jsonl",
+    ),
+    stages=PIPELINE,
+    captures=True,
+    trains=True,
+    measures=True,
+)
+_RESPONSES = Command(
+    name="inspect responses",
+    summary="print stored responses with what a drafter learns from marked",
+    detail="Prints documents; what the target generated, and a drafter is trained on, is coloured.",
+    function="spectrain.cli:inspect_responses",
+    reads="responses/",
+    sections=("run",),
+    keys=("run.dir",),
+    examples=("spectrain inspect responses run.dir=runs/quickstart --limit 5 --split heldout",),
+    options=(
+        Option("--limit", "how many are printed at most", _limit, "N", 3),
+        Option("--split", "train or heldout alone", _split, "SPLIT"),
+    ),
+    needs_prompts=False,
+    touches_run_dir=False,
+    takes_multirun=False,
+)
+_INSPECT = replace(
+    _RESPONSES,
+    name="inspect",
+    summary="look at stored responses",
+    detail="`spectrain inspect responses` prints documents; what the target generated, and a drafter is trained on, is "
+    "coloured.",
+    words=(_RESPONSES,),
+    needs_word=True,
+)
+_PLAN = Command(
+    name="plan",
+    summary="estimate disk, memory and hours of a run",
+    detail="Prints what the whole pipeline would need here. Loads no weights and writes nothing.",
+    reads="prompt files, the target's configuration",
+    sections=("recipe", "target", "data", "engine", "hidden_states", "drafter", "trainer"),
+    keys=("data.train", "sampling.max_new_tokens", "hidden_states.dtype", "drafter.taps", "trainer.epochs"),
+    examples=("spectrain plan recipe=quickstart",),
+    stages=PIPELINE,
+    looks_only=True,
+    takes_multirun=False,
+)
+_HELP = Command(
+    name="help",
+    summary="explain a key, a section, a group or a command",
+    detail="Explains a key (type, default, bounds, meaning), a section of the configuration, a group with its options, "
+    "or a command.",
+    function="spectrain.cli:explain_topics",
+    reads="nothing",
+    examples=("spectrain help drafter.taps", "spectrain help trainer", "spectrain help recipe", "spectrain help fit"),
+    needs_prompts=False,
+    touches_run_dir=False,
+    takes_multirun=False,
+    takes_topics=True,
+)
+
+COMMANDS = {
+    command.name: command
+    for command in (
+        *(_GENERATE, _CAPTURE, _FIT, replace(_EVAL, words=(_PARITY,)), _SERVE, _RUN, _INSPECT, _PLAN, _HELP),
+    )
+}
