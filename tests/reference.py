@@ -1,8 +1,8 @@
 """Independent reference implementations of the drafter and its losses: float64, written from the definitions, without
 caches, masks or batching.
 
-Nothing here imports the package. ``Eagle3Reference`` drafts as a server does (vLLM's llama_eagle3 model), token by token,
-recomputing everything at each step; ``brute_force_loss`` is a loop over (document, column, step). Gradients come from
+Nothing here imports the package. ``Eagle3Reference`` drafts as a server does (vLLM's llama_eagle3 model), token by
+token, recomputing everything at each step; ``brute_force_loss`` is a loop over (document, column, step). Gradients come from
 autograd through the naive formulas.
 
 Legend: S tokens of a document, A taps, H hidden, V target vocabulary, D draft vocabulary, N heads, d head size.
