@@ -1,14 +1,14 @@
 """The target's chat template: from conversations to token ids, and which of those ids the target produced.
 
-Three rules keep training on exactly what a server sees:
+Three rules keep training on exactly what vLLM sees:
 
 * A generated answer is never decoded and tokenised again: the next prompt is appended to the ids as they were
   generated.
-* What follows an answer up to the next generation prompt is found by rendering a placeholder in the answer's place.
-* In an imported conversation each answer must stand, unaltered, right where a server would have started to generate it:
+* What follows an answer up to the next generation prompt is found by rendering a placeholder instead of the answer.
+* In an imported conversation each answer must follow, unaltered, right where vLLM would have begun to generate it:
   the rendered prompt of every turn is a prefix of the rendered whole. Templates that rewrite earlier turns (by removing
   their thinking, say) break this for some conversations; then there is no single sequence to train on, and the error
-  shows the place.
+  shows where.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class ChatTemplate:
         """(input_ids, loss_mask) of a conversation that has answers: 1 on each answer and on its end-of-turn token, 0
         elsewhere.
 
-        Raises InputError, with the place, if the prompt of a turn is not a prefix of the whole or an answer does not
+        Raises InputError, saying where, if the prompt of a turn is not a prefix of the whole or an answer does not
         appear unaltered.
         """
         answers = conversation.answers
@@ -209,7 +209,7 @@ class ChatTemplate:
             mask[inside[-1] + 1 + closing] = 1
 
     def _end_position(self, ids_after_answer: Sequence[int]) -> int | None:
-        """Where the end-of-turn token stands among the ids that follow an answer: first, or after white space; None if
+        """Where the end-of-turn token is among the ids that follow an answer: first, or after white space; None if
         it is not there.
         """
         for position, token in enumerate(ids_after_answer):

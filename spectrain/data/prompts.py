@@ -206,7 +206,7 @@ def _parse_messages(messages: list[Any]) -> tuple[str | None, tuple[str, ...], t
                 f"{place} has an unknown field {name!r}: only 'role' and 'content' are understood",
             )
         role = message.get("role")
-        _require(role in expected, f"{place} has role {json.dumps(role)} where {' or '.join(expected)} must stand")
+        _require(role in expected, f"{place} has role {json.dumps(role)} where {' or '.join(expected)} must be")
         texts[str(role)].append(_text(message.get("content"), f"{place}.content"))
         expected = ["assistant"] if role == "user" else ["user"]
     system, turns, answers = texts["system"], texts["user"], texts["assistant"]

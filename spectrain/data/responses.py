@@ -84,9 +84,8 @@ class Response:
     """One document: the rendered conversation with the target's answers.
 
     ``loss_mask`` is 1 exactly on ids the target produced: the answers and their end-of-turn tokens. ``finish_reason``
-    is that of the
-    last answer: "stop" (its own end token, which is the last supervised id), "length" (cut; no end token was added) or
-    "imported".
+    is that of the last answer: "stop" (its own end token, which is the last supervised id), "length" (cut; no end token
+    was added) or "imported".
     """
 
     conversation: Conversation

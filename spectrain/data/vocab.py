@@ -65,7 +65,7 @@ def build_vocab(
     lower id.
 
     A few hundred documents hold only some thousand distinct tokens, and the rest of the vocabulary should not be filled
-    at random: a token scores its generated count, plus what the target expected to generate in the same places
+    at random: a token scores its generated count, plus what the target expected to generate at the same positions
     (``expected_V``: its distribution summed over positions, in tokens), plus a little for occurring in prompts.
 
     Raises ConfigError where ``size`` exceeds the target's vocabulary.

@@ -35,7 +35,7 @@ def growing_inputs(context: Context) -> dict[str, object]:
 
 
 def capture(context: Context) -> None:
-    """Store the states of every response that has none yet; brings the responses up to date first."""
+    """Store the hidden states of every response that has none yet; brings the responses up to date first."""
     generate(context)
     decision = decide(context)
     if decision.skip:
@@ -45,10 +45,9 @@ def capture(context: Context) -> None:
     with run_dir.running(decision) as outputs:
         responses = ResponseStore(run_dir.responses).load(list(context.splits), context.splits)
         meta = context.store_meta()
-        everything = sum(len(response.input_ids) for response in responses) * bytes_per_token(
-            meta
-        )  # buffers need be no larger
-        shard_bytes = min(context.config.hidden_states.shard_bytes, everything)
+        tokens = sum(len(response.input_ids) for response in responses)
+        # Buffers need be no larger than all that there is.
+        shard_bytes = min(context.config.hidden_states.shard_bytes, tokens * bytes_per_token(meta))
         with HiddenStatesWriter(run_dir.hidden_states, meta, shard_bytes) as writer:
             context.capturing.adopt_leftovers(writer, responses)
             done = writer.done_keys()
@@ -63,7 +62,7 @@ def capture(context: Context) -> None:
             "taps": list(context.taps),
         }
     say(
-        f"capture: states of {outputs['documents']} documents, {outputs['tokens']:,} tokens, "
+        f"capture: hidden states of {outputs['documents']} documents, {outputs['tokens']:,} tokens, "
         f"{outputs['bytes'] / 1e6:,.0f} MB"
     )
 
@@ -91,7 +90,7 @@ def documents(context: Context) -> tuple[StoredHiddenStates, list[int], list[int
 
 
 def open_store(context: Context, taps: tuple[int, ...]) -> StoredHiddenStates | None:
-    """The stored states, if they are this target's and hold these taps."""
+    """The stored hidden states, if they are this target's and hold these taps."""
     try:
         store = StoredHiddenStates(context.data_dir.hidden_states)
         store.check(_identity(context, taps))

@@ -1,4 +1,4 @@
-"""Stage ``fit``: train the drafter on the stored states. Writes ``drafter/``, ``checkpoints/`` and
+"""Stage ``fit``: train the drafter on hidden states. Writes ``drafter/``, ``checkpoints/`` and
 ``metrics.jsonl``.
 """
 
@@ -15,7 +15,7 @@ import torch
 
 from spectrain.config.conversion import flatten
 from spectrain.console import ProgressBar, say
-from spectrain.data.hidden_states import StoredHiddenStates, TargetStates
+from spectrain.data.hidden_states import HiddenStateSource, StoredHiddenStates, TargetStates
 from spectrain.data.packing import PackedBatch, pack_batch, pack_rows, truncated_tokens
 from spectrain.data.vocab import DraftVocab, build_vocab
 from spectrain.drafters.drafter import Drafter
@@ -28,7 +28,7 @@ from spectrain.stages.run_dir import Decision, Inputs
 from spectrain.target.head import TargetHead
 
 INIT_PACKED_LENGTH = 4096
-# Places whose whole distribution is computed to choose the draft vocabulary.
+# Positions whose whole distribution is computed to choose the draft vocabulary.
 VOCAB_SAMPLE = 4096
 
 # Settings that change what is logged or kept, not what is trained.
@@ -61,8 +61,8 @@ def _inputs(context: Context) -> dict[str, Any]:
 
 
 def fit(context: Context) -> float | None:
-    """Train unless that has been done; brings responses and states up to date first. Returns the best acceptance length
-    of the simulation.
+    """Train unless that has been done; brings responses and hidden states up to date first. Returns the best simulated
+    acceptance length.
     """
     capture.capture(context)
     decision = decide(context)
@@ -79,7 +79,7 @@ def fit(context: Context) -> float | None:
     return outputs["simulated_acceptance_length"]
 
 
-def _train(context: Context, store: StoredHiddenStates, train: list[int], heldout: list[int]) -> dict[str, Any]:
+def _train(context: Context, store: HiddenStateSource, train: list[int], heldout: list[int]) -> dict[str, Any]:
     from spectrain.drafters.build import build_drafter, continue_drafter
     from spectrain.training.checkpointing import newest_checkpoint
     from spectrain.training.trainer import FitPaths, Trainer
@@ -164,8 +164,8 @@ def _token_counts(store: StoredHiddenStates, train: list[int], vocab_size: int) 
 
 
 def _teaches(document: TargetStates, packed_length: int) -> bool:
-    """Whether two generated tokens stand side by side in the part that is trained on; else no drafter learns anything
-    from it.
+    """Whether two generated tokens are neighbours in the part that is trained on; else no drafter learns anything from
+    it.
     """
     mask_S = document.loss_mask[:packed_length].bool()
     return bool((mask_S[:-1] & mask_S[1:]).any())
@@ -176,15 +176,15 @@ def _verify(store: StoredHiddenStates) -> None:
         store.verify_checksums(bar.advance)
 
 
-def _tokens(store: StoredHiddenStates, numbers: list[int]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _tokens(store: HiddenStateSource, numbers: list[int]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     for number in numbers:
         states = store[number]
         yield states.input_ids.numpy(), states.loss_mask.numpy()
 
 
 @torch.no_grad()
-def _expected_tokens(store: StoredHiddenStates, numbers: list[int], head: TargetHead) -> np.ndarray:
-    """How often the target expected each token in the places where it generated one, float64 [V]: its distribution
+def _expected_tokens(store: HiddenStateSource, numbers: list[int], head: TargetHead) -> np.ndarray:
+    """How often the target expected each token at the positions where it generated one, float64 [V]: its distribution
     summed over a sample of them.
     """
     generated = int(store.loss_counts[numbers].sum())
@@ -192,13 +192,13 @@ def _expected_tokens(store: StoredHiddenStates, numbers: list[int], head: Target
     expected_V, seen = torch.zeros(head.vocab_size, dtype=torch.float64), 0
     for number in numbers:
         states = store[number]
-        places = torch.nonzero(states.loss_mask[1:])[::every, 0]
-        expected_V += torch.softmax(head.hidden_to_logits(states.last_hidden[places]), dim=-1).sum(0)
-        seen += len(places)
+        positions = torch.nonzero(states.loss_mask[1:])[::every, 0]
+        expected_V += torch.softmax(head.hidden_to_logits(states.last_hidden[positions]), dim=-1).sum(0)
+        seen += len(positions)
     return (expected_V * (generated / max(seen, 1))).numpy()
 
 
-def _coverage(store: StoredHiddenStates, numbers: list[int], vocab: DraftVocab) -> float:
+def _coverage(store: HiddenStateSource, numbers: list[int], vocab: DraftVocab) -> float:
     """Share of held-out generated tokens that the drafter can draft at all."""
     kept = np.zeros(vocab.target_size, dtype=bool)
     kept[vocab.ids_D.numpy()] = True

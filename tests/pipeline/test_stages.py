@@ -210,7 +210,7 @@ def test_a_sweep_shares_responses_and_states(arguments, tmp_path, capsys):
     jobs = [sweep / f"trainer.learning_rate={rate}" for rate in (0.01, 0.02)]
     assert all((job / "drafter/model.safetensors").is_file() and not (job / "hidden_states").exists() for job in jobs)
     assert (jobs[0] / "drafter/model.safetensors").read_bytes() != (jobs[1] / "drafter/model.safetensors").read_bytes()
-    assert captured.err.count("capture: states of 22 documents") == 1
+    assert captured.err.count("capture: hidden states of 22 documents") == 1
     assert captured.err.count("capture: unchanged, skipped") == 2
 
 

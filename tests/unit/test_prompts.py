@@ -112,15 +112,15 @@ def messages(*pairs: tuple[object, object]) -> bytes:
 BROKEN |= {
     "assistant first": (
         messages(("assistant", "a")),
-        'messages[0] has role "assistant" where system or user must stand',
+        'messages[0] has role "assistant" where system or user must be',
     ),
-    "user twice": (messages(("user", "a"), ("user", "b")), 'messages[1] has role "user" where assistant must stand'),
+    "user twice": (messages(("user", "a"), ("user", "b")), 'messages[1] has role "user" where assistant must be'),
     "assistant twice": (
         messages(("user", "a"), ("assistant", "b"), ("assistant", "c")),
         'messages[2] has role "assistant" where user must',
     ),
     "system late": (messages(("user", "a"), ("system", "b")), 'messages[1] has role "system"'),
-    "system twice": (messages(("system", "a"), ("system", "b")), 'messages[1] has role "system" where user must stand'),
+    "system twice": (messages(("system", "a"), ("system", "b")), 'messages[1] has role "system" where user must be'),
     "only system": (messages(("system", "a")), "no user message"),
     "unknown role": (messages(("human", "a")), 'messages[0] has role "human"'),
     "role a list": (messages((["user"], "a")), 'messages[0] has role ["user"]'),
