@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,7 +30,7 @@ from spectrain.data.hidden_states_shard import write_shard
 from spectrain.data.hidden_states_writer import HiddenStatesWriter, is_finite
 from spectrain.data.responses import Response
 from spectrain.errors import InputError, RunError
-from spectrain.files import write_atomically
+from spectrain.files import sync, write_atomically
 from spectrain.target.head import TargetHead
 
 FOLDER = ".incoming"
@@ -216,7 +215,7 @@ def _keep_only(documents: Sequence[StoredDocument], shard: ShardFile, meta: Stor
     tensors["loss_counts"] = torch.tensor([document.loss_count for document in documents])
     lists = {"keys": [document.key for document in documents], "splits": [document.split for document in documents]}
     metadata = shard.metadata() | {name: json.dumps(entries) for name, entries in lists.items()}
-    write_shard(shard.path, shard.path.with_name(f".{shard.path.name}.partial"), tensors, metadata)
+    write_shard(shard.path, tensors, metadata)
 
 
 def _fill_log_normalizer(path: Path, values_T: Tensor) -> None:
@@ -233,5 +232,4 @@ def _fill_log_normalizer(path: Path, values_T: Tensor) -> None:
             raise RunError(f"{path} keeps {end - begin} bytes for log_normalizer instead of {len(content)}")
         file.seek(8 + header_bytes + begin)
         file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    sync(path)

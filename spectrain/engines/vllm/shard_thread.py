@@ -139,9 +139,8 @@ class ShardWriter:
         """The shard appears under its name only when it is whole and on disk."""
         if not self._buffer.keys:
             return
-        name = f"{self._name}-{self._written:05d}"
-        meta = json.dumps(dataclasses.asdict(self._meta))
-        self._buffer.write(self._folder / f"{name}.safetensors", self._folder / f".{name}.partial", {META: meta})
+        path = self._folder / f"{self._name}-{self._written:05d}.safetensors"
+        self._buffer.write(path, {META: json.dumps(dataclasses.asdict(self._meta))})
         self._written += 1
 
     def _tell(self, reason: str) -> None:
