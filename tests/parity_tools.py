@@ -33,8 +33,8 @@ from spectrain.drafters.autoregressive.eagle3_drafter import Eagle3
 from spectrain.drafters.drafter_folder import save_drafter
 from spectrain.drafters.layers import LayerShape
 from spectrain.engines.vllm.args import engine_args, environment
-from spectrain.engines.vllm.requests import Answer, ReportedRound
-from spectrain.engines.vllm.rounds import placed_rounds
+from spectrain.engines.vllm.process import completion_of
+from spectrain.engines.vllm.requests import Completion, ReportedRound, placed_rounds
 from spectrain.evaluation.parity import Played
 from spectrain.target.families import head_math
 from spectrain.target.head import TargetHead
@@ -204,21 +204,14 @@ def run_jobs(jobs: Sequence[dict[str, Any]], log: Path, engine: EngineConfig = E
 
 def played(family: Family, report: Mapping[str, Any]) -> list[Played]:
     assert "error" not in report, report["error"]
-    return [
-        as_played(prompt, as_answer(report["answers"][str(number)])) for number, prompt in enumerate(family.prompts)
-    ]
+    found = report["completions"]
+    return [as_played(prompt, completion_of(found[str(number)])) for number, prompt in enumerate(family.prompts)]
 
 
-def as_played(prompt: list[int], answer: Answer) -> Played:
-    return Played(prompt, answer.ids, placed_rounds(len(prompt), answer))
+def as_played(prompt: list[int], completion: Completion) -> Played:
+    return Played(prompt, completion.ids, placed_rounds(len(prompt), completion))
 
 
 def as_rounds(played: Played) -> list[ReportedRound]:
     """What a server would report of a play of ours."""
     return [ReportedRound(len(round_.drafts), round_.accepted, round_.drafts) for round_ in played.rounds]
-
-
-def as_answer(found: Mapping[str, Any]) -> Answer:
-    return Answer(
-        **{**found, "rounds": [ReportedRound(drafted, right, tuple(ids)) for drafted, right, ids in found["rounds"]]}
-    )

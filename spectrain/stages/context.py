@@ -21,8 +21,8 @@ from spectrain.data.prompts import PromptSplit
 from spectrain.data.responses import Sampling, resolve_sampling, response_key
 from spectrain.drafters.build import resolve_taps
 from spectrain.drafters.drafter_folder import read_shape
-from spectrain.engines.base import Engine
 from spectrain.engines.hf import HFEngine
+from spectrain.engines.interface import Engine
 from spectrain.engines.vllm.capture_states import VLLMCapture
 from spectrain.engines.vllm.engine import VLLMEngine
 from spectrain.engines.vllm.open_vllm import open_vllm
@@ -101,7 +101,7 @@ class Context:
         return VLLMCapture(self.open_vllm, self.config.engine, self.config.target, self.target, self.spec)
 
     def open_vllm(self, purpose: str, extra_args: Mapping[str, Any], record_rounds: bool = False) -> VLLMClient:
-        """The target, run by vLLM, for one purpose; see ``engines/clients.py``. The caller closes it."""
+        """The target, run by vLLM, for one purpose; see ``engines/vllm/open_vllm.py``. The caller closes it."""
         config = self.config
         return open_vllm(
             config.engine, config.target, self.target.folder, self.logs, purpose, extra_args, record_rounds

@@ -10,18 +10,13 @@ import torch
 
 from spectrain.config.schema import DecodingConfig
 from spectrain.data.hidden_states import StoredHiddenStates
+from spectrain.data.loss_mask import generated_ranges
 from spectrain.data.packing import PackedBatch, pack_batch
 from spectrain.decoding.acceptance import AcceptanceStats, Round, acceptance
 from spectrain.decoding.confidence import ConfidenceSamples
 from spectrain.decoding.confidence_samples import joined, simulated_samples
 from spectrain.decoding.sampling import SamplingParams
-from spectrain.decoding.simulate import (
-    Span,
-    expected_acceptance,
-    expected_acceptance_by_length,
-    simulate,
-    supervised_spans,
-)
+from spectrain.decoding.simulate import Span, expected_acceptance, expected_acceptance_by_length, simulate
 from spectrain.drafters.base import Advance, Drafter, DraftScores
 
 
@@ -116,7 +111,7 @@ def document_spans(batch: PackedBatch, scores: DraftScores, eos_ids: Sequence[in
         part = slice(offset, offset + length)
         ids, mask, accept = batch.input_ids_T[part].numpy(), batch.loss_mask_T[part].numpy(), accept_TK[part].numpy()
         result.append(
-            [Span(start, accept[start:end], int(ids[end - 1]) in eos_ids) for start, end in supervised_spans(mask)]
+            [Span(start, accept[start:end], int(ids[end - 1]) in eos_ids) for start, end in generated_ranges(mask)]
         )
         offset += length
     return result

@@ -11,7 +11,7 @@ import fake_server
 import pytest
 from fake_server import DROP, HANG, OK, FakeServer, completion
 
-from spectrain.engines.vllm.completions import check_server_model
+from spectrain.engines.vllm.openai_api import check_server_model
 from spectrain.engines.vllm.requests import ReportedRound, Request
 from spectrain.engines.vllm.server_process import ServerProcess
 from spectrain.engines.vllm.servers import Endpoint, ServerPool

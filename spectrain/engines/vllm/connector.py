@@ -43,6 +43,7 @@ from vllm.v1.kv_cache_interface import HiddenStateCacheSpec
 from vllm.v1.request import RequestStatus
 
 from spectrain.data.hidden_states import StoreMeta
+from spectrain.data.loss_mask import mask_of_ranges
 from spectrain.engines.vllm.shard_thread import CopiedDocument, ShardWriter
 
 PARAMS = "spectrain"  # the name under which a request describes its document
@@ -200,9 +201,7 @@ class StatesConnector(KVConnectorBase_V1, SupportsHMA):
                 event = torch.cuda.Event()
                 event.record(self._stream)
         self._copies[document.request_id] = event
-        mask_S = torch.zeros(length, dtype=torch.uint8)
-        for start, end in document.generated:
-            mask_S[start:end] = 1
+        mask_S = mask_of_ranges(document.generated, length)
         ids_S = torch.tensor(document.ids, dtype=torch.int32)
         self._writer.put(CopiedDocument(document.key, document.split, ids_S, mask_S, states_SIH, event))
 
