@@ -4,7 +4,7 @@ Documents are laid end to end in one row, without padding; masks made from their
 them apart. Hybrid targets run one document at a time, because a recurrent state would flow from one document into the
 next.
 
-The first batch is checked against the unmodified model before any of it is handed out (``selfcheck.py``).
+The first batch is checked against the unmodified model before any of it is handed out (``check_states.py``).
 
 Legend: S tokens of one document, T of all documents of a batch, A taps, H hidden.
 """

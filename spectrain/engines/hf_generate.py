@@ -5,9 +5,9 @@ conversation that is done leaves at once, and when a quarter of the places is fr
 and join. Waiting conversations are taken by length, longest first, so that those prefilled together need little padding
 and memory peaks early.
 
-Every turn draws from random numbers of its own (``turns.py``); a token is drawn by inverse transform from one uniform.
-So an answer does not depend on its company, beyond what rounding does to the logits. A conversation of several turns
-goes back to the queue after each answer.
+Every turn draws from random numbers of its own (``conversations.py``); a token is drawn by inverse transform from one
+uniform. So an answer does not depend on its company, beyond what rounding does to the logits. A conversation of several
+turns goes back to the queue after each answer.
 
 Legend: B rows decoded together, T columns, H hidden, V vocabulary.
 """

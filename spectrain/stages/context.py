@@ -21,8 +21,8 @@ from spectrain.data.prompts import PromptSplit
 from spectrain.data.responses import Sampling, resolve_sampling, response_key
 from spectrain.drafters.build import resolve_taps
 from spectrain.drafters.drafter_folder import read_shape
+from spectrain.engines.base import Engine
 from spectrain.engines.hf import HFEngine
-from spectrain.engines.interface import Engine
 from spectrain.engines.vllm.capture_states import VLLMCapture
 from spectrain.engines.vllm.engine import VLLMEngine
 from spectrain.engines.vllm.open_vllm import open_vllm

@@ -64,7 +64,7 @@ def parity(context: Context) -> None:
         say(str(decision))
         return
     with context.run_dir.running(decision) as outputs:
-        theirs = _served(context)
+        theirs = _theirs(context)
         drafter = _drafter(context)
         num_drafts = context.config.decoding.num_speculative_tokens
         report = compare(context.model, drafter, _own(context, drafter, theirs), theirs, num_drafts)
@@ -101,7 +101,7 @@ def _decide(context: Context) -> Decision:
 # --- both sides ----------------------------------------------------------------------------------------------------
 
 
-def _served(context: Context) -> list[Played]:
+def _theirs(context: Context) -> list[Played]:
     """What vLLM plays. It is stopped before the target is loaded here: a device may not have room for both."""
     config = context.config
     prompts = [

@@ -54,7 +54,7 @@ def engine_version(context: Context) -> str:
 def measure_with_vllm(context: Context, simulate: Simulate) -> tuple[EvaluationRecord, list[Answer]]:
     """Run every method, write its records; returns the drafter's first record and its answers."""
     conversations = suite_prompts(context)
-    simulated = _simulated(context, conversations, simulate)
+    predicted = _simulated(context, conversations, simulate)
     version = engine_version(context)
     shown: tuple[EvaluationRecord, list[Answer]] | None = None
     baselines: dict[int, list[PromptResult]] = {}
@@ -73,7 +73,7 @@ def measure_with_vllm(context: Context, simulate: Simulate) -> tuple[EvaluationR
                         "without --per-request-spec-decode-metrics detailed"
                     )
                 results = [answer.result for answer in answers]
-                simulated = simulated if method.drafter is not None else None
+                simulated = predicted if method.drafter is not None else None
                 record = build_record(
                     _conditions(context, method, size, version), results, baselines.get(size), simulated
                 )

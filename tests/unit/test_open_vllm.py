@@ -13,7 +13,7 @@ from fake_server import FakeServer
 from spectrain.config.schema import CaptureConfig, DataConfig, EngineConfig, SpectrainConfig, TargetConfig
 from spectrain.data.prompts import Conversation
 from spectrain.engines.conversations import Dialogue
-from spectrain.engines.vllm import args as vllm_options
+from spectrain.engines.vllm import args as vllm_args
 from spectrain.engines.vllm import generate_and_capture
 from spectrain.engines.vllm import open_vllm as opening
 from spectrain.engines.vllm.generate_and_capture import OnePass
@@ -102,13 +102,13 @@ def started(monkeypatch):
             self.events.append("stop")
 
     monkeypatch.setattr(opening, "ServerProcess", Recorded)
-    monkeypatch.setattr(vllm_options, "vllm_version", lambda: "0.32.0+cpu")
-    monkeypatch.setattr(vllm_options, "_cores", lambda: [0, 1, 2, 3])
+    monkeypatch.setattr(vllm_args, "vllm_version", lambda: "0.32.0+cpu")
+    monkeypatch.setattr(vllm_args, "_cores", lambda: [0, 1, 2, 3])
     for name in ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND"):
         monkeypatch.delenv(name, raising=False)
-    vllm_options.is_cpu_build.cache_clear()
+    vllm_args.is_cpu_build.cache_clear()
     yield servers
-    vllm_options.is_cpu_build.cache_clear()
+    vllm_args.is_cpu_build.cache_clear()
 
 
 def test_replicas_get_their_arguments_devices_cores_and_logs(started, tmp_path):

@@ -4,7 +4,7 @@ vLLM's ``extract_hidden_states`` keeps the residual stream of chosen layers as o
 class is a KV connector, vLLM's own extension point for what happens to such a cache (``kv_connector_module_path``).
 When a request that carries a document's description has finished, the scheduler's half tells the worker's half which
 blocks hold its states; the worker copies them out, on a stream of their own where there is a GPU, and a thread encodes
-them into the shard being gathered (``shard_writer.py``). The blocks are free again as soon as the copy is done.
+them into the shard being gathered (``shard_thread.py``). The blocks are free again as soon as the copy is done.
 
 A request describes its document in ``kv_transfer_params``; requests without a description are not stored:
 ``{"spectrain": {"key", "split", "generated": [[start, end), ...], "last_id": int or None}}``.
