@@ -1,4 +1,4 @@
-"""States of whole documents from the target in this process.
+"""Hidden states of whole documents from the target in this process.
 
 Documents are laid end to end in one row, without padding; masks made from their positions, which restart at 0, keep
 them apart. Hybrid targets run one document at a time, because a recurrent state would flow from one document into the
@@ -36,7 +36,7 @@ def capture_states(
     batch_tokens: int,
     states_dtype: str,
 ) -> Iterator[TargetStates]:
-    """Yields the states of each response, the longest first: if memory does not suffice, that shows at once."""
+    """Yields the hidden states of each response, the longest first: if memory does not suffice, that shows at once."""
     ordered = sorted(responses, key=lambda response: (-len(response.input_ids), response.key))
     for number, batch in enumerate(_batches(ordered, 1 if target.spec.hybrid else batch_tokens)):
         states = _capture_batch(target, head, batch, tap_ids, states_dtype)
@@ -98,7 +98,7 @@ def _masks(target: TargetModel, positions_1T: Tensor) -> Any:
 
 
 def stored_log_normalizer(head: TargetHead, last_hidden_TH: Tensor, needed_T: Tensor, states_dtype: str) -> Tensor:
-    """Of the states as they will be stored, at the needed positions; NaN elsewhere."""
+    """Of the last hidden states as they will be stored, at the needed positions; NaN elsewhere."""
     normalizer_T = torch.full(needed_T.shape, torch.nan)
     needed_MH = as_stored(last_hidden_TH[needed_T.to(last_hidden_TH.device)], states_dtype)
     weight = head.lm_head_weight

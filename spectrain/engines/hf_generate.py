@@ -1,7 +1,7 @@
 """Answers from the target in this process: continuous batching over the slot cache.
 
 Decoding is bound by reading the weights, so sixteen rows cost little more than one, and the batch is kept full: a
-conversation that is done leaves at once, and when a quarter of the places is free, waiting ones are prefilled together
+conversation that is done leaves at once, and when a quarter of the rows is free, waiting ones are prefilled together
 and join. Waiting conversations are taken by length, longest first, so that those prefilled together need little padding
 and memory peaks early.
 

@@ -5,7 +5,7 @@
 Both answer the same conversations (one turn of a few words; without --target, by a random target of SmolLM2-135M's
 shape) greedily, every answer as long as the limit allows, under the same settings: max_num_seqs, float32, eager, no
 prefix cache, the same variables. vLLM's side gets the finished ids in one list, ours makes them from conversations and
-keeps its service supplied. Times are from the first request to the last response; loading is left out. Each side runs
+keeps vLLM supplied. Times are from the first request to the last response; loading is left out. Each side runs
 in a process of its own, in turns; the best of the rounds counts.
 """
 
@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ def worker(side: str, folder: str, prompts: int, new_tokens: int) -> dict[str, f
     if side == "spectrain":
         client = VLLMProcess(engine, args, Path(tempfile.mkdtemp()) / "vllm.log")
         # No end tokens: every answer has its full length.
-        ours = VLLMEngine(resolve_target(target), template, (), MAX_LENGTH, lambda purpose, extra: client)
+        ours = VLLMEngine(resolve_target(target), template, (), MAX_LENGTH, lambda purpose, extra: nullcontext(client))
         start, start_cpu_s = time.perf_counter(), cpu_s(client)
         tokens = sum(
             int(response.loss_mask.sum())
@@ -92,7 +93,7 @@ def worker(side: str, folder: str, prompts: int, new_tokens: int) -> dict[str, f
 
 
 def cpu_s(client: VLLMProcess) -> float:
-    """CPU seconds of this process and of the service's so far."""
+    """CPU seconds of this process and of vLLM's so far."""
     fields = Path(f"/proc/{client._process.pid}/stat").read_text().rpartition(")")[2].split()
     return time.process_time() + (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

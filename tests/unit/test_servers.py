@@ -1,4 +1,4 @@
-"""The pool of servers against servers that misbehave: nothing is lost, nothing is answered twice, and what cannot go on
+"""The pool of servers against servers that misbehave: everything is answered, nothing twice, and what cannot go on
 says why.
 """
 

@@ -264,7 +264,7 @@ def test_generation_may_speculate() -> None:
 
 @pytest.mark.parametrize("blocked", ["logs", "vllm.log"])
 def test_logs_that_cannot_be_written_are_named(tmp_path: Path, blocked: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By either service, before anything is started."""
+    """By either engine, before anything is started."""
     monkeypatch.setattr(subprocess, "Popen", lambda *args, **kwargs: pytest.fail("something was started"))
     log = tmp_path / "logs" / "vllm.log"
     if blocked == "logs":

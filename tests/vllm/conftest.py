@@ -1,4 +1,4 @@
-"""What tests with the real vLLM share. They are left out where it is not installed. See ``vllm_tools.py`` for the rest."""
+"""What tests with the real vLLM share. They are left out where it is not installed. Tools are in ``vllm_tools.py``."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class Endpoint:
 
     @property
     def room(self) -> float:
-        """Share of its places that are free; 0 if none is, or if it is not up."""
+        """Share of its concurrency that is free; 0 if none is, or if it is not up."""
         return 1 - len(self.jobs) / self.concurrency if self.up else 0.0
 
 

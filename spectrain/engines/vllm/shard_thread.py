@@ -40,8 +40,8 @@ class _Event(Protocol):
 
 @dataclass(frozen=True)
 class CopiedDocument:
-    """A document with the states of all its captured layers, [S, I, H] in ascending order; valid once ``event`` has
-    happened.
+    """A document with the hidden states of all its captured layers, [S, I, H] in ascending order; valid once ``event``
+    has happened.
     """
 
     key: str
