@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +71,7 @@ def worker(side: str, folder: str, prompts: int, new_tokens: int) -> dict[str, f
     if side == "spectrain":
         client = VLLMProcess(engine, args, Path(tempfile.mkdtemp()) / "vllm.log")
         # No end tokens: every answer has its full length.
-        ours = VLLMEngine(resolve_target(target), template, (), MAX_LENGTH, lambda purpose, extra: nullcontext(client))
+        ours = VLLMEngine(resolve_target(target), template, (), MAX_LENGTH, lambda purpose, extra: client)
         start, start_cpu_s = time.perf_counter(), cpu_s(client)
         tokens = sum(
             int(response.loss_mask.sum())

@@ -171,7 +171,7 @@ class StatesConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """GPU: all hidden states of a token together, whatever the attention layers prefer. CPU: there is one layout."""
+        """GPU: all hidden states of a token together, whatever attention layers prefer. CPU: there is one layout."""
         return None if current_platform.is_cpu() else "LBNHC"
 
     def _last_is_extra(self, cache: Tensor) -> int:
