@@ -9,21 +9,47 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replace ``path`` in one step; after a crash it holds the old text or the new one."""
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A file to be written, by its name, in place of ``path``: it takes that place in one step when the block ends.
+
+    After a crash ``path`` is the old file or the new one, whole and on disk; a kill in between leaves
+    ``.NAME.partial`` beside it.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    partial.unlink(missing_ok=True)
+    partial.touch()
+    mode = partial.stat().st_mode
+    try:
+        yield partial
+        partial.chmod(mode)  # safetensors makes files that only their owner may read, whatever the umask
+        sync(partial)
+    except Exception:
+        partial.unlink(missing_ok=True)  # the disk may be full
+        raise
     os.replace(partial, path)
-    sync(path.parent)
+    with suppress(OSError):  # not every file system lets a folder be synchronised
+        sync(path.parent)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace ``path`` in one step; after a crash it holds the old text or the new one."""
+    with replacing(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+def remove_partials(folder: Path) -> None:
+    """Remove the files of ``folder`` that killed processes were writing."""
+    for name in (".*.partial", ".tmp*"):  # safetensors, too, writes under another name first
+        for partial in folder.glob(name):
+            partial.unlink(missing_ok=True)
 
 
 def replace_folder(folder: Path, fill: Callable[[Path], None]) -> None:

@@ -135,12 +135,12 @@ class FakeServer:
 
 
 async def run(options):
-    served = 0
+    answered = 0
 
     def behave(body, count):
-        nonlocal served
-        served += 1
-        if options.die_after is not None and served > options.die_after:
+        nonlocal answered
+        answered += 1
+        if options.die_after is not None and answered > options.die_after:
             sys.stderr.write("RuntimeError: told to die\n")
             sys.stderr.flush()
             os._exit(3)

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -31,9 +28,9 @@ from spectrain.decoding.loop import DecodingSettings, GenerationResult, Prompt, 
 from spectrain.drafters.autoregressive.eagle3 import Eagle3, Eagle3Shape
 from spectrain.drafters.drafter_folder import save_drafter
 from spectrain.drafters.layers import LayerShape
-from spectrain.engines.vllm.args import engine_args, environment
-from spectrain.engines.vllm.requests import Answer, ReportedRound
-from spectrain.engines.vllm.rounds import placed_rounds
+from spectrain.engines.vllm.args import engine_args
+from spectrain.engines.vllm.process import completion_of
+from spectrain.engines.vllm.requests import Completion, ReportedRound, placed_rounds
 from spectrain.evaluation.parity import DecodedPrompt
 from spectrain.target.families import head_math
 from spectrain.target.head import TargetHead
@@ -58,7 +55,7 @@ FAMILY_SHAPES: dict[str, dict[str, Any]] = {
         "num_kv_shared_layers": 0,
     }
 }
-ENGINE = EngineConfig(name="vllm", max_num_seqs=8, environment={"VLLM_CPU_KVCACHE_SPACE": "1"})
+ENGINE = EngineConfig(name="vllm", max_num_seqs=8)
 TARGET = TargetConfig(max_length=128)
 
 
@@ -180,46 +177,16 @@ def job(name: str, family: Family, folder: Path) -> dict[str, Any]:
     }
 
 
-def run_jobs(jobs: Sequence[dict[str, Any]], log: Path, engine: EngineConfig = ENGINE) -> dict[str, dict[str, Any]]:
-    """Name -> what the engine of that name reported."""
-    variables = {
-        **os.environ,
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        **environment(engine),
-    }
-    script = Path(__file__).parent / "vllm" / "parity_rounds.py"
-    with log.open("w") as errors:
-        done = subprocess.run(
-            [sys.executable, str(script)],
-            input=json.dumps(list(jobs)),
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            env=variables,
-            text=True,
-        )
-    reports = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(reports) == len(jobs), log.read_text()[-3000:]
-    return {report["name"]: report for report in reports}
-
-
 def decoded_by_vllm(family: Family, report: Mapping[str, Any]) -> list[DecodedPrompt]:
     assert "error" not in report, report["error"]
-    return [
-        as_decoded(prompt, as_answer(report["answers"][str(number)])) for number, prompt in enumerate(family.prompts)
-    ]
+    found = report["completions"]
+    return [as_decoded(prompt, completion_of(found[str(number)])) for number, prompt in enumerate(family.prompts)]
 
 
-def as_decoded(prompt: list[int], answer: Answer) -> DecodedPrompt:
-    return DecodedPrompt(prompt, answer.ids, placed_rounds(len(prompt), answer))
+def as_decoded(prompt: list[int], completion: Completion) -> DecodedPrompt:
+    return DecodedPrompt(prompt, completion.ids, placed_rounds(len(prompt), completion))
 
 
 def as_rounds(decoded: DecodedPrompt) -> list[ReportedRound]:
     """What a server would report of rounds of ours."""
     return [ReportedRound(len(round_.drafts), round_.accepted, round_.drafts) for round_ in decoded.rounds]
-
-
-def as_answer(found: Mapping[str, Any]) -> Answer:
-    return Answer(
-        **{**found, "rounds": [ReportedRound(drafted, right, tuple(ids)) for drafted, right, ids in found["rounds"]]}
-    )

@@ -2,8 +2,8 @@
 caches, masks or batching.
 
 Nothing here imports the package. ``Eagle3Reference`` drafts as a server does (vLLM's llama_eagle3 model), token by
-token, recomputing everything at each step; ``brute_force_loss`` is a loop over (document, column, step). Gradients come from
-autograd through the naive formulas.
+token, recomputing everything at each step; ``brute_force_loss`` is a loop over (document, column, step). Gradients come
+from autograd through the naive formulas.
 
 Legend: S tokens of a document, A taps, H hidden, V target vocabulary, D draft vocabulary, N heads, d head size.
 """

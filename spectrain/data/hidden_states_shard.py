@@ -1,17 +1,14 @@
 """A shard being gathered, and the file it becomes.
 
-Documents are copied one behind the other into preallocated buffers, in the type they are stored in; the file is written
-under another name, flushed to disk and moved to its place, so a shard that is there is whole. Memory: one shard,
-touched as it fills.
+Documents are copied one behind the other into preallocated buffers, in the type they are stored in. Memory: one shard,
+touched as it fills. A shard file that is there is whole.
 
 The store's writer uses this, and so does the connector inside vLLM's workers.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -20,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from spectrain.data.hidden_states import StoreMeta, TargetStates, bytes_per_token, quantize, token_layout
+from spectrain.files import file_digest, replacing
 
 
 class ShardBuffer:
@@ -59,15 +57,14 @@ class ShardBuffer:
             self._buffers[name][rows].copy_(value)
         self._documents.append((states.key, states.split, rows.stop, int(states.loss_mask.sum())))
 
-    def write(self, path: Path, partial: Path, metadata: Mapping[str, str] | None = None) -> str:
+    def write(self, path: Path, metadata: Mapping[str, str] | None = None) -> str:
         """Write what was gathered to ``path`` and begin anew. Returns the file's SHA-256."""
         keys, splits, ends, loss_counts = zip(*self._documents, strict=True)
         tensors = {name: buffer[: self.tokens] for name, buffer in self._buffers.items()}
         tensors["offsets"] = torch.tensor((0, *ends), dtype=torch.int64)
         tensors["loss_counts"] = torch.tensor(loss_counts, dtype=torch.int64)
-        sha256 = write_shard(
-            path, partial, tensors, {"keys": json.dumps(keys), "splits": json.dumps(splits), **(metadata or {})}
-        )
+        lists = {"keys": json.dumps(keys), "splits": json.dumps(splits)}
+        sha256 = write_shard(path, tensors, {**lists, **(metadata or {})})
         self._documents = []
         return sha256
 
@@ -80,17 +77,11 @@ class ShardBuffer:
             }
 
 
-def write_shard(path: Path, partial: Path, tensors: dict[str, Tensor], metadata: Mapping[str, str]) -> str:
-    """Write a shard as ``partial``, flush it to disk and move it to ``path``. Returns the file's SHA-256."""
-    partial.touch()
-    mode = partial.stat().st_mode
-    save_file(tensors, partial, dict(metadata))
-    partial.chmod(mode)  # save_file makes files that only their owner may read, whatever the umask
-    with partial.open("r+b") as file:
-        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
-    return sha256
+def write_shard(path: Path, tensors: dict[str, Tensor], metadata: Mapping[str, str]) -> str:
+    """Write a shard; ``path`` appears when it is whole and on disk. Returns the file's SHA-256."""
+    with replacing(path) as partial:
+        save_file(tensors, partial, dict(metadata))
+        return file_digest(partial)
 
 
 def _encoded(states: TargetStates, meta: StoreMeta) -> dict[str, Tensor]:

@@ -1,17 +1,13 @@
-"""Writing the store of ``hidden_states.py``: shard by shard, each one finished before the index names it.
+"""Writing the hidden-state store of ``hidden_states.py``: shard by shard, each one finished before the index names it.
 
-A shard is gathered in memory (``hidden_states_shard.py``), written to a folder of partial files, moved to its place,
-and only then listed in ``index.json``, which is itself replaced in one move. Whenever the process is killed, the index
-names whole shards only; whatever else lies in the folder is a leftover and is removed by the next writer. Shards that
-vLLM wrote are adopted as they are.
+A shard is gathered in memory (``hidden_states_shard.py``), written whole, and only then listed in ``index.json``, which
+is itself replaced in one step. Whenever the process is killed, the index names whole shards only; whatever else lies in
+the folder is a leftover and is removed by the next writer. Shards that vLLM wrote are adopted as they are.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -29,8 +25,7 @@ from spectrain.data.hidden_states import (
 )
 from spectrain.data.hidden_states_shard import ShardBuffer
 from spectrain.errors import RunError
-
-_PARTIAL = ".partial"
+from spectrain.files import file_digest, remove_partials, write_atomically
 
 
 class HiddenStatesWriter:
@@ -92,13 +87,12 @@ class HiddenStatesWriter:
         """Take a whole shard file, of this store's layout and on its file system, into the store: it is moved, then
         listed.
 
-        Its documents must be new, and what is in it has been checked (``adopt_states.py``).
+        Its documents must be new, and what is in it has been checked (``engines/vllm/adopt_states.py``).
         """
         known = self._known.intersection(keys)
         if known:
             raise ValueError(f"hidden states of {min(known)} are already in {self.folder}")
-        with path.open("rb") as file:
-            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        sha256 = file_digest(path)
         place = self._next_shard()
         path.replace(place)
         self._known.update(keys)
@@ -110,7 +104,7 @@ class HiddenStatesWriter:
         if not keys:
             return
         path = self._next_shard()
-        sha256 = self._gathered.write(path, self._partial_file(path.name))
+        sha256 = self._gathered.write(path)
         self._list(path, keys, tokens, sha256)
 
     def close(self) -> None:
@@ -119,7 +113,6 @@ class HiddenStatesWriter:
         if not self._shards:
             self._write_index()
         self._gathered = ShardBuffer(self.meta, 0)  # its memory is free
-        shutil.rmtree(self.folder / _PARTIAL, ignore_errors=True)
 
     def __enter__(self) -> HiddenStatesWriter:
         return self
@@ -139,21 +132,10 @@ class HiddenStatesWriter:
         self._done.update(keys)
 
     def _write_index(self) -> None:
-        partial = self._partial_file(INDEX_NAME)
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(StoreIndex(self.meta, tuple(self._shards)).to_json())
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(self.folder / INDEX_NAME)
-
-    def _partial_file(self, name: str) -> Path:
-        path = self.folder / _PARTIAL / name
-        path.parent.mkdir(exist_ok=True)
-        path.touch()
-        return path
+        write_atomically(self.folder / INDEX_NAME, StoreIndex(self.meta, tuple(self._shards)).to_json())
 
     def _remove_leftovers(self) -> None:
-        shutil.rmtree(self.folder / _PARTIAL, ignore_errors=True)
+        remove_partials(self.folder)
         listed = {record.file for record in self._shards}
         for path in self.folder.glob("shard-*.safetensors"):
             if path.name not in listed:

@@ -9,10 +9,8 @@ that were not appended yet.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,7 @@ from spectrain.config.schema import SamplingConfig
 from spectrain.console import say
 from spectrain.data.prompts import Conversation, digest_json
 from spectrain.errors import InputError
-from spectrain.files import sync
+from spectrain.files import remove_partials, replacing
 
 FINISH_REASONS = ("stop", "length", "imported")
 SPLITS = ("train", "heldout")
@@ -144,7 +142,6 @@ _SCHEMA = pa.schema(
     metadata={"spectrain_schema_version": SCHEMA_VERSION},
 )
 _PART_NAME = re.compile(r"part-(\d{5,})\.parquet")
-_TEMPORARY_GLOB = ".part-*.tmp"
 
 
 class ResponseStore:
@@ -166,12 +163,13 @@ class ResponseStore:
         if not fresh:
             return None
         self.folder.mkdir(parents=True, exist_ok=True)
-        for leftover in self.folder.glob(_TEMPORARY_GLOB):
-            leftover.unlink(missing_ok=True)
+        remove_partials(self.folder)
         # The first of several responses with one key is kept, and the given order is too.
         rows = [_to_row(response) for response in responses if fresh.get(response.key) is response]
         path = self.folder / f"part-{self._next_number():05d}.parquet"
-        _write_atomically(pa.Table.from_pylist(rows, schema=_SCHEMA), path)
+        table = pa.Table.from_pylist(rows, schema=_SCHEMA)
+        with replacing(path) as partial:
+            pq.write_table(table, partial, compression="zstd")
         return path
 
     def keys(self) -> set[str]:
@@ -216,18 +214,6 @@ class ResponseStore:
     def _next_number(self) -> int:
         numbers = [int(match[1]) for path in self._parts() if (match := _PART_NAME.fullmatch(path.name))]
         return max(numbers, default=-1) + 1
-
-
-def _write_atomically(table: pa.Table, path: Path) -> None:
-    """The file appears under its own name only when all of it is on disk."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("wb") as handle:
-        pq.write_table(table, handle, compression="zstd")
-        handle.flush()
-        os.fsync(handle.fileno())
-    os.replace(temporary, path)
-    with suppress(OSError):  # not every file system lets a folder be synchronised
-        sync(path.parent)
 
 
 def _read(path: Path, columns: list[str] | None = None) -> pa.Table:

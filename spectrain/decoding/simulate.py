@@ -69,14 +69,6 @@ def acceptance_probability(draft_log_probs: Tensor, target_log_probs: Tensor) ->
     return (draft_log_probs - target_log_probs).clamp(max=0.0).exp().masked_fill(target_log_probs.isneginf(), 0.0)
 
 
-def supervised_spans(loss_mask: np.ndarray) -> list[tuple[int, int]]:
-    """(first, past-the-last) positions of each run of generated tokens: one simulation each, since every answer starts
-    with a prefill.
-    """
-    edges = np.flatnonzero(np.diff(np.concatenate(([0], np.asarray(loss_mask, dtype=np.int8), [0]))))
-    return [(int(first), int(past)) for first, past in zip(edges[::2], edges[1::2], strict=True)]
-
-
 def simulate(span: Span, n: int, rng: np.random.Generator | None = None) -> list[Round]:
     """Rounds of one span with n drafts each. ``rng`` decides slots whose probability is neither 0 nor 1; argmax drafts
     have none such.

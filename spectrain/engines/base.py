@@ -1,7 +1,7 @@
 """What runs the target for the stages ``generate`` and ``capture``.
 
-An engine yields each result when it is done, in whatever order suits it: responses and states are known by their keys,
-so the order in which they are finished never matters.
+An engine yields each result when it is done, in whatever order suits it: responses and hidden states are known by
+their keys, so the order in which they are finished never matters.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Engine(Protocol):
     ) -> Iterator[Response]:
         """Answer conversations, each given with its split. Those that have answers already are rendered, not generated.
 
-        What a conversation is answered depends on its prompt and ``sampling`` alone, not on its place or company.
+        What a conversation is answered depends on its prompt and ``sampling`` alone, not on its position or company.
         Prompts are checked before the first token is generated; ``InputError`` names one that leaves no room.
         ``on_tokens`` hears of new tokens as they come.
         """
@@ -40,10 +40,11 @@ class Engine(Protocol):
     def capture(
         self, responses: Sequence[Response], tap_ids: Sequence[int], states_dtype: str = "float32"
     ) -> Iterator[TargetStates]:
-        """The target's states over responses: taps, last hidden state and log-normalizer, one document at a time.
+        """The target's hidden states over responses: taps, last hidden state and log-normalizer, one document at a
+        time.
 
-        The states have the target's own type. ``states_dtype`` is what they will be stored as, for the log-normalizer
-        must belong to the states as they will be read. Raises ``RunError`` before the first document if the states are
-        not the target's.
+        They have the target's own type. ``states_dtype`` is what they will be stored as, for the log-normalizer must
+        belong to the hidden states as they will be read. Raises ``RunError`` before the first document if they are not
+        the target's.
         """
         ...

@@ -59,11 +59,6 @@ class Dialogue:
         elif self.room == 0:
             self.finish_reason = "length"
 
-    def generated_ranges(self) -> list[tuple[int, int]]:
-        """The answers so far as [start, end) in the ids, in order."""
-        edges = np.flatnonzero(np.diff(np.array([0, *self.mask, 0])))
-        return [(int(start), int(end)) for start, end in zip(edges[::2], edges[1::2], strict=True)]
-
     def response(self, sampling: Sampling) -> Response:
         ids, mask = np.array(self.ids, dtype=np.int32), np.array(self.mask, dtype=np.uint8)
         return Response(

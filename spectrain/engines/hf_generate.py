@@ -1,13 +1,13 @@
 """Answers from the target in this process: continuous batching over the slot cache.
 
 Decoding is bound by reading the weights, so sixteen rows cost little more than one, and the batch is kept full: a
-conversation that is done leaves at once, and when a quarter of the places is free, waiting ones are prefilled together
+conversation that is done leaves at once, and when a quarter of the rows is free, waiting ones are prefilled together
 and join. Waiting conversations are taken by length, longest first, so that those prefilled together need little padding
 and memory peaks early.
 
-Every turn draws from random numbers of its own (``turns.py``); a token is drawn by inverse transform from one uniform.
-So an answer does not depend on its company, beyond what rounding does to the logits. A conversation of several turns
-goes back to the queue after each answer.
+Every turn draws from random numbers of its own (``conversations.py``); a token is drawn by inverse transform from one
+uniform. So an answer does not depend on its company, beyond what rounding does to the logits. A conversation of several
+turns goes back to the queue after each answer.
 
 Legend: B rows decoded together, T columns, H hidden, V vocabulary.
 """

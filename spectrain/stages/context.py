@@ -103,7 +103,7 @@ class Context:
         return VLLMCapture(self.open_vllm, self.config.engine, self.config.target, self.target, self.spec)
 
     def open_vllm(self, purpose: str, extra_args: Mapping[str, Any], record_rounds: bool = False) -> VLLMClient:
-        """The target, run by vLLM, for one purpose; see ``engines/clients.py``. The caller closes it."""
+        """The target, run by vLLM, for one purpose; see ``engines/vllm/open_vllm.py``. The caller closes it."""
         config = self.config
         return open_vllm(
             config.engine, config.target, self.target.folder, self.logs, purpose, extra_args, record_rounds

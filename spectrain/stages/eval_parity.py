@@ -24,9 +24,7 @@ from spectrain.decoding.loop import DecodingSettings, Prompt, speculative_genera
 from spectrain.drafters.drafter import Drafter
 from spectrain.drafters.serving_config import drafter_digest, read_serving_config
 from spectrain.engines.vllm.args import check_own_args, vllm_version
-from spectrain.engines.vllm.open_vllm import open_vllm
-from spectrain.engines.vllm.requests import Request
-from spectrain.engines.vllm.rounds import answer_all, placed_rounds
+from spectrain.engines.vllm.requests import Request, completions_in_order, placed_rounds
 from spectrain.errors import RunError
 from spectrain.evaluation.diagnosis import diagnose
 from spectrain.evaluation.parity import DecodedPrompt, ParityReport, compare
@@ -109,14 +107,12 @@ def _theirs(context: Context) -> list[DecodedPrompt]:
     speculation = read_serving_config(str(context.measured_drafter)).speculative_config(
         config.decoding.num_speculative_tokens
     )
-    engine = replace(config.engine, name="vllm")
-    extra = {"speculative_config": speculation}
-    client = open_vllm(engine, config.target, context.target.folder, context.logs, _RECORD, extra, record_rounds=True)
-    try:
-        with ProgressBar("parity vLLM", total=sum(request.max_tokens for request in requests), unit="tokens") as bar:
-            answers = answer_all(client, requests, lambda answer: bar.advance(len(answer.ids)))
-    finally:
-        client.close()
+    total = sum(request.max_tokens for request in requests)
+    with (
+        context.open_vllm(_RECORD, {"speculative_config": speculation}, record_rounds=True) as client,
+        ProgressBar("parity vLLM", total=total, unit="tokens") as bar,
+    ):
+        answers = completions_in_order(client, requests, lambda completion: bar.advance(len(completion.ids)))
     return [
         DecodedPrompt(request.prompt_ids, answer.ids, placed_rounds(len(request.prompt_ids), answer))
         for request, answer in zip(requests, answers, strict=True)

@@ -22,9 +22,7 @@ from spectrain.decoding.acceptance import AcceptanceStats
 from spectrain.decoding.loop import GenerationResult, LoopTiming, Prompt
 from spectrain.drafters.serving_config import read_serving_config
 from spectrain.engines.vllm.args import vllm_version
-from spectrain.engines.vllm.requests import Request, VLLMClient
-from spectrain.engines.vllm.rounds import answer_all as answer_requests
-from spectrain.engines.vllm.rounds import placed_rounds
+from spectrain.engines.vllm.requests import Request, VLLMClient, completions_in_order, placed_rounds
 from spectrain.errors import RunError
 from spectrain.evaluation.records import EvaluationRecord, PromptResult, build_record
 from spectrain.stages.answer_suite import (
@@ -159,7 +157,7 @@ class _Decoder:
             for number, prompt in enumerate(prompts)
         ]
         self._asked += len(requests)
-        answers = answer_requests(self._client, requests, lambda answer: on_tokens(len(answer.ids)))
+        answers = completions_in_order(self._client, requests, lambda answer: on_tokens(len(answer.ids)))
         self.drafted |= any(answer.rounds for answer in answers)
         results = [
             GenerationResult(answer.ids, placed_rounds(len(prompt.ids), answer), answer.finish_reason)
@@ -176,7 +174,7 @@ def _running_version(url: str) -> str:
     """What the server at ``url`` says it is; "of unknown version" if it does not."""
     import httpx2
 
-    from spectrain.engines.vllm.completions import base_url
+    from spectrain.engines.vllm.openai_api import base_url
 
     try:
         return str(httpx2.get(base_url(url) + "/version", timeout=10.0).json()["version"])

@@ -140,7 +140,7 @@ def _train(context: Context, store: HiddenStateSource, train: list[int], heldout
     }
 
 
-def _init_closed_form(drafter: Drafter, store: StoredHiddenStates, train: list[int]) -> None:
+def _init_closed_form(drafter: Drafter, store: HiddenStateSource, train: list[int]) -> None:
     """Solve for the drafter's initial weights on training documents. Cheap beside training, the same on every rank."""
 
     def batches() -> Iterator[PackedBatch]:
@@ -155,7 +155,7 @@ def _init_closed_form(drafter: Drafter, store: StoredHiddenStates, train: list[i
     say(f"fit: closed-form initialisation {note}")
 
 
-def _token_counts(store: StoredHiddenStates, train: list[int], vocab_size: int) -> np.ndarray:
+def _token_counts(store: HiddenStateSource, train: list[int], vocab_size: int) -> np.ndarray:
     """How often each token of the vocabulary occurs in the training documents, [V]."""
     used_V = np.zeros(vocab_size, dtype=np.int64)
     for input_ids, _ in _tokens(store, train):

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from spectrain.console import ProgressBar, say
 from spectrain.data.prompts import Conversation
 from spectrain.data.responses import Response, ResponseStore
-from spectrain.engines.vllm.check_states_vllm import DOCUMENTS
+from spectrain.engines.check_states import DOCUMENTS
 from spectrain.engines.vllm.engine import VLLMEngine
 from spectrain.files import digest_strings
 from spectrain.stages.context import Context
@@ -85,7 +85,7 @@ def _responses(
     """
     if not context.config.capture.during_generation:
         return context.engine.generate(todo, context.sampling, on_tokens)
-    from spectrain.engines.vllm.generate_and_capture import OnePass, states_for
+    from spectrain.engines.vllm.generate_and_capture import OnePass
 
     shortest = heapq.nsmallest(
         DOCUMENTS, (conversation for conversation, _ in todo), key=lambda conversation: len(conversation.turns[0])
@@ -102,7 +102,7 @@ def _responses(
     )
     length = context.config.target.max_length
     engine = VLLMEngine(context.target, context.template, context.eos_ids, length, one_pass.open_vllm)
-    return engine.generate(todo, context.sampling, on_tokens, states_for=states_for)
+    return engine.generate(todo, context.sampling, on_tokens, states_for=one_pass.states_for)
 
 
 def _named(conversations: list[Conversation]) -> str:

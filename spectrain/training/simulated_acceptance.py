@@ -13,18 +13,13 @@ from torch import Tensor
 
 from spectrain.config.schema import DecodingConfig
 from spectrain.data.hidden_states import HiddenStateSource
+from spectrain.data.loss_mask import generated_ranges
 from spectrain.data.packing import PackedBatch, pack_batch
 from spectrain.decoding.acceptance import AcceptanceStats, Round, acceptance
 from spectrain.decoding.confidence import ConfidenceSamples
 from spectrain.decoding.confidence_samples import joined, simulated_samples
 from spectrain.decoding.sampling import SamplingParams
-from spectrain.decoding.simulate import (
-    Span,
-    expected_acceptance,
-    expected_acceptance_by_length,
-    simulate,
-    supervised_spans,
-)
+from spectrain.decoding.simulate import Span, expected_acceptance, expected_acceptance_by_length, simulate
 from spectrain.drafters.drafter import Advance, Drafter, DraftScores
 
 
@@ -116,7 +111,7 @@ def document_spans(batch: PackedBatch, scores: DraftScores, eos_ids: Sequence[in
         document = slice(offset, offset + length)
         ids, mask = batch.input_ids_T[document].numpy(), batch.loss_mask_T[document].numpy()
         spans = []
-        for start, end in supervised_spans(mask):
+        for start, end in generated_ranges(mask):
             answer = slice(offset + start, offset + end)
             said = None if confidence_TK is None else confidence_TK[answer]
             spans.append(Span(start, accept_TK[answer], int(ids[end - 1]) in eos_ids, said))

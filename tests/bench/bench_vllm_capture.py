@@ -25,9 +25,9 @@ from spectrain.data.hidden_states import StoredHiddenStates, StoreMeta
 from spectrain.data.hidden_states_writer import HiddenStatesWriter
 from spectrain.data.prompts import Conversation
 from spectrain.data.responses import Response, Sampling
-from spectrain.engines.vllm.capture_states import Document, VLLMCapture, answers, await_arrival
+from spectrain.engines.vllm.capture_states import Document, VLLMCapture, await_arrival
 from spectrain.engines.vllm.open_vllm import open_vllm
-from spectrain.engines.vllm.requests import VLLMClient
+from spectrain.engines.vllm.requests import VLLMClient, completions
 from spectrain.target.resolve import resolve_target
 from spectrain.target.spec import TargetSpec
 
@@ -76,9 +76,9 @@ def main() -> None:
         def send(client: VLLMClient, part: list[Response], states: bool) -> float:
             requests = [Document.of(response).request() for response in part]
             start_s = time.monotonic()
-            for _ in answers(
-                client, requests if states else [dataclasses.replace(request, states=None) for request in requests]
-            ):
+            if not states:
+                requests = [dataclasses.replace(request, states=None) for request in requests]
+            for _ in completions(client, requests):
                 pass
             return time.monotonic() - start_s
 

@@ -5,7 +5,7 @@
 Both answer the same conversations (one turn of a few words; without --target, by a random target of SmolLM2-135M's
 shape) greedily, every answer as long as the limit allows, under the same settings: max_num_seqs, float32, eager, no
 prefix cache, the same variables. vLLM's side gets the finished ids in one list, ours makes them from conversations and
-keeps its service supplied. Times are from the first request to the last response; loading is left out. Each side runs
+keeps vLLM supplied. Times are from the first request to the last response; loading is left out. Each side runs
 in a process of its own, in turns; the best of the rounds counts.
 """
 
@@ -92,7 +92,7 @@ def worker(side: str, folder: str, prompts: int, new_tokens: int) -> dict[str, f
 
 
 def cpu_s(client: VLLMProcess) -> float:
-    """CPU seconds of this process and of the service's so far."""
+    """CPU seconds of this process and of vLLM's so far."""
     fields = Path(f"/proc/{client._process.pid}/stat").read_text().rpartition(")")[2].split()
     return time.process_time() + (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

@@ -64,7 +64,7 @@ def leave_shard(folder: Path, meta: StoreMeta, documents: list[TargetStates], na
     for states in documents:
         buffer.add(states)
     path = folder / f"{name}.safetensors"
-    buffer.write(path, folder / ".partial", {META: json.dumps(dataclasses.asdict(meta))})
+    buffer.write(path, {META: json.dumps(dataclasses.asdict(meta))})
     return path
 
 

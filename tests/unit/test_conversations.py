@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from tiny import tiny_tokenizer
 
@@ -52,20 +51,6 @@ def test_two_turns_are_the_rendered_prompts_around_the_generated_ids() -> None:
     assert response.finish_reason == "length"
     assert response.input_ids[response.loss_mask == 1].tolist() == [10, 11, END, 12, 13, 14, 15, 16]
     assert (response.split, response.key) == ("train", "k")
-
-
-def test_generated_ranges_are_the_runs_of_the_mask() -> None:
-    dialogue = Dialogue(conversation("a"), "train", "k", ids=[0] * 7, mask=[0, 1, 1, 0, 0, 1, 0])
-    assert dialogue.generated_ranges() == [(1, 3), (5, 6)]
-    generator = np.random.default_rng(0)
-    for length in range(1, 12):
-        mask = generator.integers(0, 2, length).tolist()
-        dialogue = Dialogue(conversation("a"), "train", "k", ids=[0] * length, mask=mask)
-        rebuilt = [0] * length
-        for start, end in dialogue.generated_ranges():
-            assert start < end
-            rebuilt[start:end] = [1] * (end - start)
-        assert rebuilt == mask
 
 
 @pytest.mark.parametrize("end", [END, OTHER_END])

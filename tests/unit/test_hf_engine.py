@@ -232,22 +232,22 @@ def test_every_turn_continues_exactly_what_came_before(family: str, tmp_path: Pa
     for response in engine.generate(make_conversations(12, turns=3), replace(GREEDY, max_new_tokens=30)):
         conversation, ids, mask = response.conversation, response.input_ids.tolist(), response.loss_mask.tolist()
         greedy = full_logits(engine, ids).argmax(-1).tolist()
-        place, turn = 0, 0
-        while place < len(ids):
+        at, turn = 0, 0
+        while at < len(ids):
             prompt = (
                 engine.template.first_prompt_ids(conversation)
                 if turn == 0
-                else engine.template.next_prompt_ids(conversation, turn, ids[:place])
+                else engine.template.next_prompt_ids(conversation, turn, ids[:at])
             )
-            assert ids[place : place + len(prompt)] == prompt
-            assert mask[place : place + len(prompt)] == [0] * len(prompt)
-            place += len(prompt)
+            assert ids[at : at + len(prompt)] == prompt
+            assert mask[at : at + len(prompt)] == [0] * len(prompt)
+            at += len(prompt)
             answer = 0
-            while place < len(ids) and mask[place]:
-                assert ids[place] == greedy[place - 1]
-                place, answer = place + 1, answer + 1
+            while at < len(ids) and mask[at]:
+                assert ids[at] == greedy[at - 1]
+                at, answer = at + 1, answer + 1
             turn += 1
-            assert ids[place - 1] in END_IDS or (place == len(ids) and answer == 30)
+            assert ids[at - 1] in END_IDS or (at == len(ids) and answer == 30)
         assert response.finish_reason == ("stop" if ids[-1] in END_IDS else "length")
         assert turn == 3 or response.finish_reason == "length"
         turns_answered[turn] += 1

@@ -209,7 +209,8 @@ def test_capture_killed_between_shard_and_index_is_repeated_without_that_shard(
             writer.add(states)
         with pytest.raises(KilledError):
             writer.add(documents[3])
-    (tmp_path / ".partial" / ".tmpXYZ").write_bytes(b"half a shard")
+    (tmp_path / ".shard-00002.safetensors.partial").write_bytes(b"half a shard")
+    (tmp_path / ".tmpXYZ").write_bytes(b"half a shard, under the name that safetensors gave it")
     assert (tmp_path / "shard-00001.safetensors").exists()
     assert len(StoredHiddenStates(tmp_path)) == 2  # a reader does not see the shard that is not listed
 

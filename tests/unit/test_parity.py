@@ -14,8 +14,7 @@ from spectrain.data.vocab import DraftVocab
 from spectrain.decoding.acceptance import Round
 from spectrain.decoding.proposers import Observation, Proposal
 from spectrain.drafters.autoregressive.eagle3 import Eagle3
-from spectrain.engines.vllm.requests import Answer, ReportedRound
-from spectrain.engines.vllm.rounds import placed_rounds
+from spectrain.engines.vllm.requests import Completion, ReportedRound, placed_rounds
 from spectrain.errors import RunError
 from spectrain.evaluation.diagnosis import Misreading, diagnose, misreadings
 from spectrain.evaluation.parity import DecodedPrompt, compare
@@ -262,41 +261,41 @@ def test_an_unknown_cause_is_said_to_be_unknown(family: Family, drafter: Eagle3,
     assert hint.startswith("none of the known causes")
 
 
-# --- a server's account --------------------------------------------------------------------------------------------
+# --- vLLM's account -------------------------------------------------------------------------------------------------
 
 
-def answer(tokens: int, reason: str, *rounds: tuple[int, int]) -> Answer:
-    return Answer("a", list(range(tokens)), reason, 1.0, [ReportedRound(*counts) for counts in rounds])
+def completion(tokens: int, reason: str, *rounds: tuple[int, int]) -> Completion:
+    return Completion("a", list(range(tokens)), reason, 1.0, [ReportedRound(*counts) for counts in rounds])
 
 
 def test_rounds_lie_where_their_tokens_are() -> None:
-    placed = placed_rounds(10, answer(7, "stop", (3, 2), (3, 0), (3, 1)))
+    placed = placed_rounds(10, completion(7, "stop", (3, 2), (3, 0), (3, 1)))
     assert placed == [Round(10, 3, 2), Round(13, 3, 0), Round(14, 3, 1)]
 
 
 def test_drafts_beyond_the_limit_did_not_become_text_and_the_round_is_cut() -> None:
-    assert placed_rounds(4, answer(6, "length", (3, 2), (3, 3))) == [Round(4, 3, 2), Round(7, 3, 2, cut=True)]
+    assert placed_rounds(4, completion(6, "length", (3, 2), (3, 3))) == [Round(4, 3, 2), Round(7, 3, 2, cut=True)]
     # All three became text and nothing was left to decide: complete.
-    assert placed_rounds(4, answer(7, "length", (3, 2), (3, 3))) == [Round(4, 3, 2), Round(7, 3, 3)]
+    assert placed_rounds(4, completion(7, "length", (3, 2), (3, 3))) == [Round(4, 3, 2), Round(7, 3, 3)]
 
 
 def test_an_end_token_among_the_drafts_ends_a_complete_round() -> None:
-    assert placed_rounds(4, answer(6, "stop", (3, 2), (3, 3))) == [Round(4, 3, 2), Round(7, 3, 2)]
+    assert placed_rounds(4, completion(6, "stop", (3, 2), (3, 3))) == [Round(4, 3, 2), Round(7, 3, 2)]
 
 
 def test_tokens_without_drafts_are_rounds_too() -> None:
-    placed = placed_rounds(4, answer(6, "stop", (2, 1)))
+    placed = placed_rounds(4, completion(6, "stop", (2, 1)))
     assert [round_.drafted for round_ in placed] == [0, 0, 0, 2] and sum(round_.accepted + 1 for round_ in placed) == 5
 
 
 def test_rounds_that_the_text_does_not_hold_are_an_error() -> None:
-    with pytest.raises(RunError, match="3 rounds with 3 tokens for an answer of 2"):
-        placed_rounds(4, answer(2, "stop", (3, 0), (3, 0), (3, 0)))
+    with pytest.raises(RunError, match="3 rounds with 3 tokens for a completion of 2"):
+        placed_rounds(4, completion(2, "stop", (3, 0), (3, 0), (3, 0)))
 
 
 def test_our_own_rounds_survive_a_servers_report(ours: list[DecodedPrompt]) -> None:
     """As a server would report it, and back."""
     for decoded in ours:
         end = "length" if len(decoded.answer) == 24 else "stop"
-        reported = Answer("a", decoded.answer, end, 1.0, as_rounds(decoded))
+        reported = Completion("a", decoded.answer, end, 1.0, as_rounds(decoded))
         assert placed_rounds(len(decoded.prompt), reported) == list(decoded.rounds)

@@ -238,7 +238,7 @@ def test_broken_and_foreign_parts(tmp_path: Path) -> None:
         ResponseStore(tmp_path).keys()
 
 
-@pytest.mark.parametrize("dies_at", ["pq.write_table", "os.fsync", "os.replace"])
+@pytest.mark.parametrize("dies_at", ["data.responses.pq.write_table", "files.os.fsync", "files.os.replace"])
 def test_death_at_each_step_of_writing_leaves_the_store_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_at: str
 ) -> None:
@@ -251,7 +251,7 @@ def test_death_at_each_step_of_writing_leaves_the_store_whole(
     store = ResponseStore(tmp_path)
     store.append([make_response(1)])
     with monkeypatch.context() as patch:
-        patch.setattr(f"spectrain.data.responses.{dies_at}", die)
+        patch.setattr(f"spectrain.{dies_at}", die)
         with pytest.raises(Killed):
             store.append([make_response(2)])
     assert len(list(tmp_path.iterdir())) == 2  # the temporary file is left, as after a kill

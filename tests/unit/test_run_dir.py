@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from spectrain.errors import InputError, RunError
-from spectrain.files import file_digest, write_atomically
+from spectrain.files import file_digest, replacing, write_atomically
 from spectrain.stages.run_dir import Inputs, RunDir
 
 FIXED = {"target": "t", "drafter.taps": [2, 15, 27]}
@@ -185,6 +185,24 @@ def test_atomic_writing_leaves_the_old_text_when_it_fails(tmp_path, monkeypatch)
     with pytest.raises(OSError, match="disk full"):
         write_atomically(path, "new")
     assert path.read_text() == "old"
+
+
+def test_what_could_not_be_written_takes_no_room_and_a_file_can_be_read_by_all_who_may(tmp_path):
+    def write(content, error=None):
+        with replacing(tmp_path / "a") as partial:
+            partial.write_bytes(content)
+            partial.chmod(0o600)
+            if error:
+                raise error
+
+    write(b"whole")
+    plain = tmp_path / "b"
+    plain.touch()
+    assert (tmp_path / "a").stat().st_mode == plain.stat().st_mode
+    with pytest.raises(OSError, match="full"):
+        write(b"half", OSError("full"))
+    assert (tmp_path / "a").read_bytes() == b"whole"
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "b"}
 
 
 def test_the_manifest_says_what_results_depend_on(run_dir):

@@ -1,4 +1,4 @@
-"""The pool of servers against servers that misbehave: nothing is lost, nothing is answered twice, and what cannot go on
+"""The pool of servers against servers that misbehave: everything is answered, nothing twice, and what cannot go on
 says why.
 """
 
@@ -11,7 +11,7 @@ import fake_server
 import pytest
 from fake_server import DROP, HANG, OK, FakeServer, completion
 
-from spectrain.engines.vllm.completions import check_server_model
+from spectrain.engines.vllm.openai_api import check_server_model
 from spectrain.engines.vllm.requests import ReportedRound, Request
 from spectrain.engines.vllm.server_process import ServerProcess
 from spectrain.engines.vllm.servers import Endpoint, ServerPool

@@ -16,7 +16,6 @@ from spectrain.decoding.simulate import (
     expected_acceptance,
     expected_acceptance_by_length,
     simulate,
-    supervised_spans,
 )
 from spectrain.training.simulated_acceptance import document_spans
 
@@ -123,12 +122,6 @@ def test_probabilities_need_a_generator_and_slots_must_be_known():
     for call in (lambda: simulate(span, 3), lambda: expected_acceptance([span], 3), lambda: simulate(span, 0)):
         with pytest.raises(ValueError, match="2 slots"):
             call()
-
-
-def test_spans_are_the_runs_of_generated_tokens():
-    assert supervised_spans(np.array([0, 0, 1, 1, 0, 1], dtype=np.uint8)) == [(2, 4), (5, 6)]
-    assert supervised_spans(np.array([1, 1, 1], dtype=np.uint8)) == [(0, 3)]
-    assert supervised_spans(np.zeros(4, dtype=np.uint8)) == []
 
 
 def test_acceptance_probability_is_the_capped_ratio():

@@ -14,7 +14,7 @@ import pytest
 from spectrain.config.commands import COMMANDS
 from spectrain.config.loading import compose
 from spectrain.config.schema import EngineConfig, TargetConfig
-from spectrain.engines.vllm import args as vllm_options
+from spectrain.engines.vllm import args as vllm_args
 from spectrain.engines.vllm.args import argument_names, check_args, cli_flags, dtype_argument, engine_args, environment
 from spectrain.engines.vllm.guard import guarded
 from spectrain.engines.vllm.logs import last_errors
@@ -31,7 +31,7 @@ def write_config(folder: Path, **fields: object) -> Path:
 
 @pytest.fixture(params=[True, False], ids=["cpu", "gpu"])
 def cpu_build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    monkeypatch.setattr(vllm_options, "is_cpu_build", lambda: request.param)
+    monkeypatch.setattr(vllm_args, "is_cpu_build", lambda: request.param)
     return bool(request.param)
 
 
@@ -128,9 +128,9 @@ def test_flags_of_the_command_line() -> None:
 
 
 def test_variables_on_a_cpu_spread_the_cores_over_the_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(vllm_options, "is_cpu_build", lambda: True)
+    monkeypatch.setattr(vllm_args, "is_cpu_build", lambda: True)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {2, 3, 5, 8, 9})
-    monkeypatch.setattr(vllm_options.sys, "prefix", str(tmp_path))
+    monkeypatch.setattr(vllm_args.sys, "prefix", str(tmp_path))
     for name in ("OMP_NUM_THREADS", "LD_PRELOAD", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_KVCACHE_SPACE"):
         monkeypatch.delenv(name, raising=False)
     variables = environment(EngineConfig(tensor_parallel_size=2, environment={"X": "1", "VLLM_CPU_KVCACHE_SPACE": "7"}))
@@ -148,7 +148,7 @@ def test_variables_on_a_cpu_spread_the_cores_over_the_ranks(monkeypatch: pytest.
 
 
 def test_nothing_of_a_cpu_is_set_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_options, "is_cpu_build", lambda: False)
+    monkeypatch.setattr(vllm_args, "is_cpu_build", lambda: False)
     assert environment(EngineConfig(environment={"A": "b"})) == {"VLLM_NO_USAGE_STATS": "1", "A": "b"}
 
 
@@ -266,7 +266,7 @@ def test_generation_may_speculate() -> None:
 
 @pytest.mark.parametrize("blocked", ["logs", "vllm.log"])
 def test_logs_that_cannot_be_written_are_named(tmp_path: Path, blocked: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By either service, before anything is started."""
+    """By either engine, before anything is started."""
     monkeypatch.setattr(subprocess, "Popen", lambda *args, **kwargs: pytest.fail("something was started"))
     log = tmp_path / "logs" / "vllm.log"
     if blocked == "logs":

@@ -1,11 +1,12 @@
-"""Conversations through a service: what is asked when, and what is made of the answers. The service is a stand-in,
+"""Requests and conversations through vLLM: what is asked when, and what is made of the answers. vLLM is a stand-in,
 without a model.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from spectrain.data.chat import ChatTemplate
 from spectrain.data.prompts import Conversation
 from spectrain.data.responses import Sampling
 from spectrain.engines.vllm.engine import VLLMEngine
-from spectrain.engines.vllm.requests import Answer, Request
+from spectrain.engines.vllm.requests import Completion, Request, VLLMClient, completions, completions_in_order
 from spectrain.errors import InputError, RunError
 
 END = tiny_tokenizer().convert_tokens_to_ids("<|im_end|>")
@@ -33,21 +34,24 @@ def said(request: Request) -> tuple[list[int], str]:
     return (ids, "stop") if len(ids) <= request.max_tokens else (ids[: request.max_tokens], "length")
 
 
-class Stub:
+class Stub(VLLMClient):
     """Answers in random order, a few at a time."""
 
     def __init__(self, capacity: int = 3, answer: Callable[[Request], tuple[list[int], str]] = said) -> None:
-        self.capacity = capacity
+        self.free = capacity
         self._answer = answer
         self.asked: list[Request] = []
         self.open: list[Request] = []
         self.most_open = self.closed = self.opened = 0
         self.random = random.Random(0)
 
+    @property
+    def capacity(self) -> int:
+        return self.free
+
     def __call__(self, purpose: str, extra_args: Any) -> Stub:
         self.opened += 1
-        assert purpose == "generate"
-        self.extra_args = extra_args
+        assert (purpose, extra_args) == ("generate", {})
         return self
 
     def submit(self, request: Request) -> None:
@@ -55,15 +59,77 @@ class Stub:
         self.open.append(request)
         self.most_open = max(self.most_open, len(self.open))
 
-    def collect(self, timeout_s: float) -> list[Answer]:
+    def collect(self, timeout_s: float) -> list[Completion]:
         done = [
             self.open.pop(self.random.randrange(len(self.open)))
             for _ in range(self.random.randrange(len(self.open) + 1))
         ]
-        return [Answer(request.id, *self._answer(request), seconds=0.1) for request in done]
+        return [Completion(request.id, *self._answer(request), seconds=0.1) for request in done]
 
     def close(self) -> None:
         self.closed += 1
+
+
+# --- the pump -------------------------------------------------------------------------------------------------------
+
+
+def ask(numbers: range) -> list[Request]:
+    return [Request(f"r{number}", [number], 5) for number in numbers]
+
+
+def test_a_request_is_taken_only_when_it_can_be_sent() -> None:
+    stub, taken = Stub(capacity=3), []
+
+    def requests() -> Iterator[Request]:
+        for request in ask(range(10)):
+            taken.append(request)
+            assert len(stub.open) < 3
+            yield request
+
+    found = []
+    for completion in completions(stub, requests()):
+        found.append(completion)
+        assert len(taken) <= len(found) + 3
+    assert sorted(completion.id for completion in found) == [f"r{number}" for number in range(10)]
+    assert stub.asked == taken and stub.most_open == 3
+
+
+def test_requests_that_come_of_completions_are_sent_before_the_end() -> None:
+    """As long as there is none, the source says so; the end is when nothing can bring another one."""
+    stub, waiting, asks = Stub(capacity=2), deque(ask(range(3))), 0
+
+    def requests() -> Iterator[Request | None]:
+        nonlocal asks
+        while True:
+            asks += 1
+            yield waiting.popleft() if waiting else None
+
+    found = []
+    for completion in completions(stub, requests()):
+        found.append(completion.id)
+        if len(completion.id) < 4:
+            waiting.appendleft(Request(f"{completion.id}x", [len(found)], 5))
+    assert sorted(found) == sorted(f"r{number}{'x' * more}" for number in range(3) for more in range(3))
+    assert asks < 50 and list(completions(stub, [])) == []
+
+
+def test_a_capacity_that_falls_is_kept_to() -> None:
+    stub = Stub(capacity=6)
+    under_way = []
+    for _ in completions(stub, ask(range(30))):
+        stub.free = 2
+        under_way.append(len(stub.open))
+    assert max(under_way[8:]) <= 2
+
+
+def test_completions_in_the_order_of_their_requests() -> None:
+    heard: list[str] = []
+    found = completions_in_order(Stub(), ask(range(20)), lambda completion: heard.append(completion.id))
+    assert [completion.id for completion in found] == [f"r{number}" for number in range(20)]
+    assert sorted(heard) == sorted(completion.id for completion in found) and heard != sorted(heard)
+
+
+# --- conversations --------------------------------------------------------------------------------------------------
 
 
 def engine(stub: Stub, max_length: int = 300) -> VLLMEngine:
@@ -76,12 +142,12 @@ def conversations(count: int, turns: int = 1) -> list[tuple[Conversation, str]]:
     ]
 
 
-def test_every_conversation_is_answered_once_and_the_service_is_kept_full() -> None:
+def test_every_conversation_is_answered_once_and_vllm_is_kept_full() -> None:
     stub = Stub(capacity=4)
     tokens: list[int] = []
-    found = list(engine(stub).generate(conversations(30, turns=3), SAMPLING, tokens.append, {"x": 1}))
+    found = list(engine(stub).generate(conversations(30, turns=3), SAMPLING, tokens.append))
     assert sorted(response.conversation.id for response in found) == sorted(f"c{n}" for n in range(30))
-    assert (stub.most_open, stub.opened, stub.closed, stub.extra_args) == (4, 1, 1, {"x": 1})
+    assert (stub.most_open, stub.opened, stub.closed) == (4, 1, 1)
     assert len({request.id for request in stub.asked}) == len(stub.asked) > 30
     assert sum(tokens) == sum(int(response.loss_mask.sum()) for response in found)
     assert {response.finish_reason for response in found} == {"stop", "length"}
@@ -146,7 +212,7 @@ def test_states_are_asked_for_with_the_turn_that_is_under_way() -> None:
     assert len({state["key"] for state in states}) == 4
 
 
-def test_imported_answers_need_no_service() -> None:
+def test_imported_answers_need_no_vllm() -> None:
     stub = Stub()
     imported = Conversation("i", ("question",), answers=("answer",))
     (response,) = engine(stub).generate([(imported, "train")], SAMPLING)
@@ -154,7 +220,7 @@ def test_imported_answers_need_no_service() -> None:
     assert (stub.opened, stub.asked) == (0, [])
 
 
-def test_a_prompt_without_room_is_named_before_the_service_is_opened() -> None:
+def test_a_prompt_without_room_is_named_before_vllm_is_opened() -> None:
     stub = Stub()
     with pytest.raises(InputError, match="too long"):
         engine(stub, max_length=5).generate(conversations(1), SAMPLING)
@@ -179,7 +245,7 @@ def test_an_answer_that_ends_otherwise_than_it_should_is_refused(ids: list[int],
     assert stub.closed == 1
 
 
-def test_the_service_is_closed_when_nobody_wants_more() -> None:
+def test_vllm_is_closed_when_nobody_wants_more() -> None:
     stub = Stub()
     answers = engine(stub).generate(conversations(9), SAMPLING)
     next(answers)

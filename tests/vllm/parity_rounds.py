@@ -1,8 +1,9 @@
-"""Rounds of several vLLM engines, one after the other in one process: ``python parity_rounds.py < jobs.json >
-rounds.json``.
+"""Rounds of many vLLM engines, one after the other in one process: jobs come as JSON lines on standard input, each is
+answered by one line.
 
-Importing vLLM takes ten times as long as starting it on a tiny target, so tests that need many pairs of target and
-drafter share a process. The engine is built and stepped by the package's own host, as ``VLLMProcess`` does it.
+Importing vLLM takes ten times as long as starting it on a tiny target, so all tests that need pairs of target and
+drafter share a process (``rounds_process.py``). The engine is built and stepped by ``child.serve``, as ``VLLMProcess``
+has it done.
 """
 
 from __future__ import annotations
@@ -14,24 +15,24 @@ import sys
 import traceback
 from typing import Any
 
-from spectrain.engines.vllm import child as vllm_host
+from spectrain.engines.vllm import child
 
 
 class Channel:
-    """Gives one job's requests, ends when all are answered."""
+    """Gives one job's requests, ends when all are completed."""
 
     def __init__(self, requests: list[dict[str, Any]]) -> None:
         self.orders: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         for request in requests:
             self.orders.put({"request": request})
-        self.answers: dict[str, dict[str, Any]] = {}
+        self.completions: dict[str, dict[str, Any]] = {}
         self._wanted = len(requests)
 
     def report(self, **content: Any) -> None:
         if "refused" in content:
             raise RuntimeError(content["reason"])
-        self.answers |= {answer["id"]: answer for answer in content.get("answers", ())}
-        if len(self.answers) == self._wanted:
+        self.completions |= {completion["id"]: completion for completion in content.get("completions", ())}
+        if len(self.completions) == self._wanted:
             self.orders.put(None)
 
 
@@ -40,11 +41,12 @@ def main() -> None:
 
     output = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # whatever vLLM prints is log
-    for job in json.load(sys.stdin):
+    for line in sys.stdin:
+        job = json.loads(line)
         channel = Channel(job["requests"])
         try:
-            vllm_host.serve(channel, {"args": job["args"], "record_rounds": True})  # type: ignore[arg-type]
-            result: dict[str, Any] = {"name": job["name"], "answers": channel.answers}
+            child.serve(channel, {"args": job["args"], "record_rounds": True})  # type: ignore[arg-type]
+            result: dict[str, Any] = {"name": job["name"], "completions": channel.completions}
         except Exception:
             result = {"name": job["name"], "error": traceback.format_exc()}
         output.write(json.dumps(result) + "\n")

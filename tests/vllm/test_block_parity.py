@@ -1,4 +1,4 @@
-"""Block drafters served by the real vLLM: it drafts, and accepts, what our loop does, round by round.
+"""Block drafters in the real vLLM: it drafts, and accepts, what our loop does, round by round.
 
 DFlash runs on vLLM's first model runner; DSpark needs the second, which a CPU runs through Triton's interpreter,
 slowly: few rounds there. DFlash2 has a kernel that the interpreter cannot run: its arithmetic is held against a
@@ -18,9 +18,9 @@ import pytest
 import torch
 from block_tools import DFLASH2, random_block_drafter
 from drafter_tools import HIDDEN, VOCAB
-from parity_tools import Family, as_answer, as_decoded, job, run_jobs
+from parity_tools import Family, as_decoded, job
+from rounds_process import RoundsProcess
 from tiny import VOCAB_SIZE
-from vllm_tools import vllm_engine, vllm_environment
 
 from spectrain.config.drafter_schema import BlockConfig, DrafterConfig, DSparkConfig
 from spectrain.data.packing import pack_batch
@@ -29,6 +29,7 @@ from spectrain.decoding.loop import DecodingSettings, Prompt, speculative_genera
 from spectrain.drafters.block.block_drafter import BlockDrafter
 from spectrain.drafters.build import build_drafter
 from spectrain.drafters.drafter_folder import load_drafter, save_drafter
+from spectrain.engines.vllm.process import completion_of
 from spectrain.evaluation.parity import DecodedPrompt, compare
 from spectrain.target.head import TargetHead
 
@@ -65,7 +66,7 @@ DSPARK = {
 
 
 @dataclass
-class Served:
+class Drafted:
     """What vLLM made of some prompts, and our own loop."""
 
     family: Family
@@ -83,8 +84,8 @@ class Served:
 
     def theirs(self) -> list[DecodedPrompt]:
         assert "error" not in self.report, self.report["error"]
-        answers = self.report["answers"]
-        return [as_decoded(prompt, as_answer(answers[str(number)])) for number, prompt in enumerate(self.prompts)]
+        found = self.report["completions"]
+        return [as_decoded(prompt, completion_of(found[str(number)])) for number, prompt in enumerate(self.prompts)]
 
 
 def trained(family: Family, config: DrafterConfig) -> BlockDrafter:
@@ -119,11 +120,10 @@ def trained(family: Family, config: DrafterConfig) -> BlockDrafter:
     return drafter.eval()
 
 
-def serve(
-    cases: dict[str, tuple[str, DrafterConfig]], folder: Path, answer: int, prompts: int, **variables: str
-) -> dict[str, Served]:
+def draft(
+    cases: dict[str, tuple[str, DrafterConfig]], folder: Path, answer: int, prompts: int, process: RoundsProcess
+) -> dict[str, Drafted]:
     families = {name: Family.make(name, folder / name) for name, _ in cases.values()}
-    engine = vllm_engine(environment=vllm_environment(**variables))
     drafters, jobs = {}, []
     for number, (name, (family_name, config)) in enumerate(cases.items()):
         family = families[family_name]
@@ -144,26 +144,28 @@ def serve(
         asked["args"]["speculative_config"] = {"model": str(path), "method": config.method, "num_speculative_tokens": N}
         asked["requests"] = [request | {"max_tokens": answer} for request in asked["requests"][:prompts]]
         jobs.append(asked)
-    reports = run_jobs(jobs, folder / "vllm.log", engine)
+    reports = process.run(jobs)
     return {
-        name: Served(families[family], drafters[name], reports[name], answer, families[family].prompts[:prompts])
+        name: Drafted(families[family], drafters[name], reports[name], answer, families[family].prompts[:prompts])
         for name, (family, _) in cases.items()
     }
 
 
 @pytest.fixture(scope="module")
-def dflash(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Served]:
-    return serve(DFLASH, tmp_path_factory.mktemp("dflash"), 24, 12)
+def dflash(tmp_path_factory: pytest.TempPathFactory, rounds_process: RoundsProcess) -> dict[str, Drafted]:
+    return draft(DFLASH, tmp_path_factory.mktemp("dflash"), 24, 12, rounds_process)
 
 
 @pytest.fixture(scope="module")
-def dspark(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Served]:
-    return serve(DSPARK, tmp_path_factory.mktemp("dspark"), 14, 5, VLLM_USE_V2_MODEL_RUNNER="1")
+def dspark(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Drafted]:
+    folder = tmp_path_factory.mktemp("dspark")
+    with RoundsProcess(folder / "vllm.log", VLLM_USE_V2_MODEL_RUNNER="1") as process:
+        return draft(DSPARK, folder, 14, 5, process)
 
 
-def check(served: Served, least_rounds: int) -> None:
-    theirs = served.theirs()
-    report = compare(served.family.model, served.drafter, served.ours(), theirs, N)
+def check(drafted: Drafted, least_rounds: int) -> None:
+    theirs = drafted.theirs()
+    report = compare(drafted.family.model, drafted.drafter, drafted.ours(), theirs, N)
     assert report.passed, report.reason()
     assert report.equal + len(report.ties) == report.rounds >= least_rounds
     assert len(report.ties) <= 2
@@ -173,13 +175,13 @@ def check(served: Served, least_rounds: int) -> None:
 
 
 @pytest.mark.parametrize("name", DFLASH)
-def test_dflash(dflash: dict[str, Served], name: str) -> None:
+def test_dflash(dflash: dict[str, Drafted], name: str) -> None:
     check(dflash[name], 60)
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="vLLM's second model runner needs triton")
 @pytest.mark.parametrize("name", DSPARK)
-def test_dspark(dspark: dict[str, Served], name: str) -> None:
+def test_dspark(dspark: dict[str, Drafted], name: str) -> None:
     check(dspark[name], 8)
 
 

@@ -1,4 +1,4 @@
-"""States captured by the real vLLM: those of transformers, in one pass or two, whoever is killed in between."""
+"""Hidden states captured by the real vLLM: those of transformers, in one pass or two, whoever is killed in between."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from spectrain.engines.hf import HFEngine
 from spectrain.engines.vllm.adopt_states import has_leftovers
 from spectrain.engines.vllm.capture_states import CapturePlan, VLLMCapture
 from spectrain.engines.vllm.engine import VLLMEngine
-from spectrain.engines.vllm.generate_and_capture import OnePass, states_for
+from spectrain.engines.vllm.generate_and_capture import OnePass
 from spectrain.engines.vllm.open_vllm import open_vllm
 from spectrain.engines.vllm.process import VLLMProcess
 from spectrain.engines.vllm.requests import VLLMClient
@@ -129,7 +129,7 @@ def one_pass(llama: Bench) -> list[Response]:
     """Responses whose states vLLM left in ``llama.work / "one"`` while it generated them."""
     one = OnePass(llama.capturing, llama.meta(), SHARD_BYTES, llama.work / "one", [("a prompt", [5, 6, 7, 8])])
     engine = VLLMEngine(llama.resolved, llama.embedded.template, END_IDS, MAX_LENGTH, one.open_vllm)
-    return list(engine.generate(conversations(12), GREEDY, states_for=states_for))
+    return list(engine.generate(conversations(12), GREEDY, states_for=one.states_for))
 
 
 def test_one_pass_gives_what_a_separate_capture_gives(llama: Bench, one_pass: list[Response]) -> None:
@@ -194,7 +194,7 @@ import os, signal, sys
 sys.path[:0] = [{tests!r}, {here!r}]
 from pathlib import Path
 from test_capture import SHARD_BYTES, Bench, responses_of
-from spectrain.data.states_writer import HiddenStatesWriter
+from spectrain.data.hidden_states_writer import HiddenStatesWriter
 from vllm_tools import vllm_engine
 
 bench = Bench(Path({folder!r}), Path({work!r}), (1, 3), vllm_engine({{"max_num_seqs": 2}}, self_check="off"))
@@ -204,7 +204,7 @@ def on_tokens(count):
     global heard
     heard += 1
     if heard == 8:
-        print(bench.services[0]._process.pid, flush=True)
+        print(bench.clients[0]._process.pid, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
 
 with HiddenStatesWriter(bench.work / "hidden_states", bench.meta()) as writer:

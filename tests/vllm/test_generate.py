@@ -9,7 +9,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -24,7 +25,7 @@ from spectrain.engines.hf import HFEngine
 from spectrain.engines.vllm.args import engine_args
 from spectrain.engines.vllm.engine import VLLMEngine
 from spectrain.engines.vllm.process import VLLMProcess
-from spectrain.engines.vllm.requests import Request, VLLMClient
+from spectrain.engines.vllm.requests import Request, VLLMClient, completions
 from spectrain.errors import RunError
 from spectrain.target.model import TargetModel
 from spectrain.target.resolve import resolve_target
@@ -36,43 +37,29 @@ END_IDS = [2, *range(5, 304, 12)]
 MAX_LENGTH = 200
 
 
-class Open:
-    """Keeps one service for all tests of a module: starting vLLM takes longer than the tests."""
+@dataclass
+class Engines:
+    """The embedded engine and vLLM in a child process, on the same target."""
 
-    def __init__(self, client: VLLMClient) -> None:
-        self.client = client
-        self.closed = 0
-
-    def __call__(self, purpose: str, extra_args: object) -> VLLMClient:
-        opened = self
-
-        class Kept:
-            capacity = opened.client.capacity
-            submit = opened.client.submit
-            collect = opened.client.collect
-
-            def close(self) -> None:
-                opened.closed += 1
-
-        return Kept()
+    embedded: HFEngine
+    client: VLLMProcess
+    vllm: VLLMEngine
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3"])
-def engines(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[HFEngine, VLLMEngine, Open]]:
-    folder = request.getfixturevalue(f"{request.param}_folder")
-    config = TargetConfig(path=str(folder), max_length=MAX_LENGTH)
+@pytest.fixture(scope="module")
+def engines(llama_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    """One start for all tests: it takes longer than they do. (Another family of targets: ``test_server.py``.)"""
+    config = TargetConfig(path=str(llama_folder), max_length=MAX_LENGTH)
     resolved = resolve_target(config)
     target = TargetModel.load(resolved, config)
     target.generation_config.eos_token_id = END_IDS
     embedded = HFEngine(target, resolved, EngineConfig(batch_size=4), MAX_LENGTH)
-    engine = vllm_engine()
-    log = tmp_path_factory.mktemp("logs") / "vllm.log"
-    client = VLLMProcess(engine, engine_args(engine, config, resolved.folder), log)
-    opened = Open(client)
-    yield embedded, VLLMEngine(resolved, embedded.template, embedded.end_ids, MAX_LENGTH, opened), opened
-    client.close()
+    engine, log = vllm_engine(), tmp_path_factory.mktemp("logs") / "vllm.log"
+    with VLLMProcess(engine, engine_args(engine, config, resolved.folder), log) as client:
+        lasting = VLLMEngine(
+            resolved, embedded.template, embedded.end_ids, MAX_LENGTH, lambda purpose, extra_args: nullcontext(client)
+        )
+        yield Engines(embedded, client, lasting)
 
 
 def conversations(count: int, turns: int = 1) -> list[tuple[Conversation, str]]:
@@ -108,14 +95,11 @@ def collect_until_error(client: VLLMClient) -> None:
         client.collect(1.0)
 
 
-def test_greedy_answers_are_those_of_the_embedded_engine(engines: tuple[HFEngine, VLLMEngine, Open]) -> None:
-    embedded, served, opened = engines
+def test_greedy_answers_are_those_of_the_embedded_engine(engines: Engines) -> None:
     asked = [*conversations(24), *((replace(c, id=f"m{c.id}"), s) for c, s in conversations(8, turns=3))]
     tokens: list[int] = []
-    closed = opened.closed
-    found = by_key(served.generate(asked, GREEDY, tokens.append))
-    expected = by_key(embedded.generate(asked, GREEDY))
-    assert opened.closed == closed + 1
+    found = by_key(engines.vllm.generate(asked, GREEDY, tokens.append))
+    expected = by_key(engines.embedded.generate(asked, GREEDY))
     assert found.keys() == expected.keys()
     assert [key for key, response in found.items() if not same(response, expected[key])] == []
     assert sum(tokens) == sum(int(response.loss_mask.sum()) for response in found.values())
@@ -124,11 +108,11 @@ def test_greedy_answers_are_those_of_the_embedded_engine(engines: tuple[HFEngine
     assert sum(int((response.loss_mask[1:] > response.loss_mask[:-1]).sum()) > 1 for response in found.values()) >= 3
 
 
-def test_an_answer_ends_with_the_document(engines: tuple[HFEngine, VLLMEngine, Open]) -> None:
-    embedded, served, _ = engines
+def test_an_answer_ends_with_the_document(engines: Engines) -> None:
+    embedded, vllm = engines.embedded, engines.vllm
     asked = conversations(6)
     longest = max(len(embedded.template.first_prompt_ids(conversation)) for conversation, _ in asked)
-    cut = VLLMEngine(served.resolved, served.template, served.end_ids, longest + 3, served.open_vllm)
+    cut = VLLMEngine(vllm.resolved, vllm.template, vllm.end_ids, longest + 3, vllm.open_vllm)
     reference = HFEngine(embedded.target, embedded.resolved, EngineConfig(), longest + 3)
     found, expected = by_key(cut.generate(asked, GREEDY)), by_key(reference.generate(asked, GREEDY))
     assert all(same(found[key], expected[key]) for key in expected)
@@ -136,23 +120,22 @@ def test_an_answer_ends_with_the_document(engines: tuple[HFEngine, VLLMEngine, O
 
 
 def test_sampled_answers_do_not_depend_on_company_and_follow_the_seed(
-    engines: tuple[HFEngine, VLLMEngine, Open],
+    engines: Engines,
 ) -> None:
-    _, served, _ = engines
     asked = conversations(10, turns=2)
-    whole = by_key(served.generate(asked, SAMPLED))
-    part = by_key(served.generate(asked[3:5], SAMPLED))
+    whole = by_key(engines.vllm.generate(asked, SAMPLED))
+    part = by_key(engines.vllm.generate(asked[3:5], SAMPLED))
     assert all(same(response, whole[key]) for key, response in part.items())
-    other = by_key(served.generate(asked, replace(SAMPLED, seed=4)))
+    other = by_key(engines.vllm.generate(asked, replace(SAMPLED, seed=4)))
     texts = [{tuple(response.input_ids.tolist()) for response in found.values()} for found in (whole, other)]
     assert len(texts[0] & texts[1]) <= 2
 
 
-def test_sampled_answers_follow_the_truncated_distribution(engines: tuple[HFEngine, VLLMEngine, Open]) -> None:
+def test_sampled_answers_follow_the_truncated_distribution(engines: Engines) -> None:
     """First tokens of one prompt under many seeds, against the distribution computed from the unmodified model's logits
     (chi-squared).
     """
-    embedded, _, opened = engines
+    embedded = engines.embedded
     prompt = embedded.template.first_prompt_ids(conversations(1)[0][0])
     logits_V = embedded.target.model(input_ids=torch.tensor([prompt])).logits[0, -1].double()
     scaled_V = logits_V / SAMPLED.temperature
@@ -170,30 +153,23 @@ def test_sampled_answers_follow_the_truncated_distribution(engines: tuple[HFEngi
         Request(f"{n}", prompt, 1, SAMPLED.temperature, SAMPLED.top_p, SAMPLED.top_k, seed=n * 7919 + 1)
         for n in range(draws)
     ]
-    for request in pending:
-        opened.client.submit(request)
-    got = 0
-    while got < draws:
-        for answer in opened.client.collect(1.0):
-            counts[answer.ids[0]] += 1  # KeyError: a token outside the distribution
-            got += 1
+    for completion in completions(engines.client, pending):
+        counts[completion.ids[0]] += 1  # KeyError: a token outside the distribution
     expected = {token: draws * weight / total for token, weight in sampling.items()}
     statistic = sum((counts[token] - expected[token]) ** 2 / expected[token] for token in sampling)
     freedom = len(sampling) - 1
     assert statistic < freedom + 5 * (2 * freedom) ** 0.5
 
 
-def test_what_vllm_refuses_is_said(engines: tuple[HFEngine, VLLMEngine, Open]) -> None:
-    _, _, opened = engines
-    opened.client.submit(Request("long", [1] * (MAX_LENGTH + 50), 5))
+def test_what_vllm_refuses_is_said(engines: Engines) -> None:
+    engines.client.submit(Request("long", [1] * (MAX_LENGTH + 50), 5))
     with pytest.raises(RunError, match=r"vLLM refused request long: .*"):
-        collect_until_error(opened.client)
+        collect_until_error(engines.client)
 
 
-def test_a_killed_engine_ends_the_stage_and_its_log_is_quoted(engines: tuple[HFEngine, VLLMEngine, Open]) -> None:
-    """The last test of this service."""
-    client = engines[2].client
-    assert isinstance(client, VLLMProcess)
+def test_a_killed_engine_ends_the_stage_and_its_log_is_quoted(engines: Engines) -> None:
+    """The last test of this client."""
+    client = engines.client
     client.submit(Request("long", [1, 2, 3], 190))
     os.kill(client._process.pid, signal.SIGKILL)
     with pytest.raises(RunError, match=r"(?s)vLLM ended while it was at work \(killed by SIGKILL\).*vllm\.log"):

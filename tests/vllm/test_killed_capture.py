@@ -20,7 +20,7 @@ from vllm_tools import vllm_engine, vllm_environment
 from spectrain.data.hidden_states import StoredHiddenStates
 from spectrain.data.hidden_states_writer import HiddenStatesWriter
 from spectrain.data.responses import ResponseStore
-from spectrain.engines.vllm import capture_states as served_capture
+from spectrain.engines.vllm import capture_states
 from spectrain.engines.vllm.servers import ServerPool
 
 TAPS = (1, 3)
@@ -102,7 +102,7 @@ def test_states_that_die_with_one_of_two_servers_are_captured_by_the_other(
     engine = vllm_engine(name="vllm_server", replicas=2, concurrency=2, max_num_seqs=2, self_check="off")
     bench = Bench(llama_folder, tmp_path, TAPS, engine)
     responses = responses_of(bench)
-    monkeypatch.setattr(served_capture, "_PATIENCE_S", 4.0)
+    monkeypatch.setattr(capture_states, "_PATIENCE_S", 4.0)
     heard: list[int] = []
     killed: list[int] = []
 

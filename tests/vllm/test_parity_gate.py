@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 from drafter_tools import Options
-from parity_tools import DRAFTS, Family, decoded_by_vllm, job, mutated, run_jobs, save, train
+from parity_tools import DRAFTS, Family, decoded_by_vllm, job, mutated, save, train
+from rounds_process import RoundsProcess
 
 from spectrain.drafters.autoregressive.eagle3 import Eagle3
 from spectrain.evaluation.diagnosis import diagnose
@@ -88,7 +89,7 @@ class Bench:
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+def bench(tmp_path_factory: pytest.TempPathFactory, rounds_process: RoundsProcess) -> Bench:
     folder: Path = tmp_path_factory.mktemp("parity")
     families = {name: Family.make(name, folder / name) for name in dict.fromkeys(name for name, _ in CASES)}
     drafters, jobs = [], []
@@ -100,7 +101,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     family = families[BASE[0]]
     for name, (change, _) in MUTATIONS.items():
         jobs.append(job(name, family, mutated(folder / "drafter-0", folder / name, change)))
-    return Bench(families, drafters, run_jobs(jobs, folder / "vllm.log"))
+    return Bench(families, drafters, rounds_process.run(jobs))
 
 
 @pytest.mark.parametrize("case", range(len(CASES)), ids=[f"{family}-{options.name}" for family, options in CASES])

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -35,22 +36,9 @@ def conversations(count):
     return [(Conversation(id=f"c{number}", turns=tuple(said)), "train") for number, said in enumerate(turns)]
 
 
-class Lasting:
-    """A service that is used several times: closing it is the fixture's business."""
-
-    def __init__(self, client):
-        self._client = client
-
-    def __getattr__(self, name):
-        return getattr(self._client, name)
-
-    def close(self):
-        pass
-
-
 @pytest.fixture(scope="module")
-def target_config(llama_folder):
-    return TargetConfig(path=str(llama_folder), device="cpu", max_length=MAX_LENGTH)
+def target_config(qwen3_folder):
+    return TargetConfig(path=str(qwen3_folder), device="cpu", max_length=MAX_LENGTH)
 
 
 @pytest.fixture(scope="module")
@@ -64,18 +52,17 @@ def hf_engine(target_config):
 
 
 @pytest.fixture(scope="module")
-def pool(target_config, llama_folder, tmp_path_factory):
+def pool(target_config, qwen3_folder, tmp_path_factory):
     """Two replicas."""
     config = vllm_engine(name="vllm_server", replicas=2, concurrency=4, max_num_seqs=4)
-    pool = open_vllm(config, target_config, llama_folder, tmp_path_factory.mktemp("logs"), "generate", {})
-    yield pool
-    pool.close()
+    with open_vllm(config, target_config, qwen3_folder, tmp_path_factory.mktemp("logs"), "generate", {}) as pool:
+        yield pool
 
 
 @pytest.fixture(scope="module")
 def engine(pool, hf_engine):
     hf = hf_engine
-    return VLLMEngine(hf.resolved, hf.template, hf.end_ids, MAX_LENGTH, lambda purpose, extra_args: Lasting(pool))
+    return VLLMEngine(hf.resolved, hf.template, hf.end_ids, MAX_LENGTH, lambda purpose, extra_args: nullcontext(pool))
 
 
 def answers(responses):

@@ -1,6 +1,6 @@
-"""Shards that a served target wrote, on their way into the store.
+"""Shards that vLLM wrote, on their way into the store.
 
-While vLLM runs, its workers put whole shard files into a folder of their own, ``hidden_states/.incoming/<session>/``;
+While it runs, its workers put whole shard files into a folder of their own, ``hidden_states/.incoming/<session>/``;
 nothing there belongs to the store. A shard is adopted when its documents are those of stored responses, id for id: what
 the workers could not know, the log-normalizer of the target's whole vocabulary, is computed from the states as they are
 stored and written into the file, which is then moved into the store and named in the index. A kill at any moment leaves
@@ -15,13 +15,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shutil
+import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
+from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -29,14 +31,16 @@ from torch import Tensor
 from spectrain.data.hidden_states import ShardFile, StoredDocument, StoreMeta, TargetStates, token_layout
 from spectrain.data.hidden_states_shard import write_shard
 from spectrain.data.hidden_states_writer import HiddenStatesWriter, is_finite
+from spectrain.data.loss_mask import predicts_generated
 from spectrain.data.responses import Response
 from spectrain.errors import InputError, RunError
-from spectrain.files import write_atomically
+from spectrain.files import sync, write_atomically
 from spectrain.target.head import TargetHead
 
 FOLDER = ".incoming"
 FLUSH, ERROR_SUFFIX, META = "flush", ".error", "meta"
 _CHUNK_TOKENS = 4096
+_LOOK_S = 0.5
 
 
 def flush_number(folder: Path) -> int:
@@ -48,19 +52,17 @@ def flush_number(folder: Path) -> int:
 
 
 def has_leftovers(states_folder: Path) -> bool:
-    """Whether a service left shards that were not adopted."""
+    """Whether a vLLM left shards that were not adopted."""
     return any((states_folder / FOLDER).glob("*/*.safetensors"))
 
 
 def remove_leftovers(states_folder: Path) -> None:
-    """Remove the folders of all services, which must have ended."""
+    """Remove the folders of all sessions; their vLLMs must have ended."""
     shutil.rmtree(states_folder / FOLDER, ignore_errors=True)
 
 
 class Session:
-    """The folder that one running service writes into. It stays when the service ends: what is in it is adopted, then
-    or later.
-    """
+    """The folder that one vLLM writes into. It stays when vLLM ends: what is in it is adopted, then or later."""
 
     def __init__(self, states_folder: Path, meta: StoreMeta) -> None:
         self.folder = states_folder / FOLDER / uuid.uuid4().hex[:12]
@@ -78,7 +80,7 @@ class Session:
             reason = (
                 path.read_text(encoding="utf-8") or "not even the reason could be written, see whether the disk is full"
             )
-            raise RunError(f"the states of the served target could not be written to {self.folder}: {reason}")
+            raise RunError(f"hidden states from vLLM could not be written to {self.folder}: {reason}")
 
     def shards(self) -> list[Path]:
         return sorted(self.folder.glob("*.safetensors"))
@@ -106,7 +108,7 @@ class Session:
 
 
 class Adopter:
-    """Moves shards into the store of ``writer``. ``responses``: by key, the documents whose states are wanted."""
+    """Moves shards into the store of ``writer``. ``responses``: by key, the documents that are wanted there."""
 
     def __init__(self, writer: HiddenStatesWriter, head: TargetHead, responses: Mapping[str, Response]) -> None:
         self._writer = writer
@@ -132,7 +134,7 @@ class Adopter:
         try:
             shard = ShardFile.unlisted(path, meta)
             if json.loads(shard.metadata()[META]) != json.loads(json.dumps(dataclasses.asdict(meta))):
-                raise InputError(f"{path} holds states of something else")
+                raise InputError(f"{path} holds hidden states of something else")
             documents = shard.documents(0)
             wanted = self._wanted(documents, shard.tensors())
         except (InputError, KeyError, ValueError):
@@ -171,15 +173,55 @@ class Adopter:
         tensors = shard.tensors()
         needed_T = torch.zeros(len(tensors["input_ids"]), dtype=torch.bool)
         for document in documents:
-            needed_T[document.start : document.start + document.length - 1] = tensors["loss_mask"][
-                document.start + 1 : document.start + document.length
-            ].bool()
+            rows = slice(document.start, document.start + document.length)
+            needed_T[rows] = predicts_generated(tensors["loss_mask"][rows])
         normalizer_T = torch.full(needed_T.shape, torch.nan)
         weight = self._head.lm_head_weight
         for positions_C in needed_T.nonzero()[:, 0].split(_CHUNK_TOKENS):
             hidden_CH = shard.last_hidden(positions_C)
             normalizer_T[positions_C] = self._head.log_normalizer(hidden_CH.to(weight.device, weight.dtype)).cpu()
         return normalizer_T
+
+
+class AdoptionThread:
+    """Adopts the shards of a session in a thread of its own, while vLLM works on; as a context manager, all that is
+    there at the end is adopted. Without an adopter the session is only watched.
+    """
+
+    def __init__(self, session: Session, adopter: Adopter | None) -> None:
+        self._session = session
+        self._adopter = adopter
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="adopt")
+        self._adopted: dict[Path, Future[int]] = {}
+        self._looked_s = time.monotonic()
+
+    def look(self) -> None:
+        """See to new shards, twice a second at most. Raises ``RunError`` if a shard could not be written or adopted."""
+        if time.monotonic() - self._looked_s > _LOOK_S:
+            self._adopt_new()
+            self._looked_s = time.monotonic()
+
+    def _adopt_new(self) -> None:
+        self._session.check()
+        self._session.arrived()  # notes the keys before the files are gone
+        for path in self._session.shards():
+            if self._adopter is not None and path not in self._adopted:
+                self._adopted[path] = self._pool.submit(self._adopter.adopt, path)
+        for future in self._adopted.values():
+            if future.done():
+                future.result()
+
+    def __enter__(self) -> AdoptionThread:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._pool:
+            if error is None:
+                self._adopt_new()
+        for future in self._adopted.values() if error is None else ():
+            future.result()
 
 
 def _check_finite(shard: ShardFile, documents: Sequence[StoredDocument]) -> None:
@@ -202,11 +244,11 @@ def _keep_only(documents: Sequence[StoredDocument], shard: ShardFile, meta: Stor
     tensors["loss_counts"] = torch.tensor([document.loss_count for document in documents])
     lists = {"keys": [document.key for document in documents], "splits": [document.split for document in documents]}
     metadata = shard.metadata() | {name: json.dumps(entries) for name, entries in lists.items()}
-    write_shard(shard.path, shard.path.with_name(f".{shard.path.name}.partial"), tensors, metadata)
+    write_shard(shard.path, tensors, metadata)
 
 
 def _fill_log_normalizer(path: Path, values_T: Tensor) -> None:
-    """Write the values into the place that the file keeps for them, and flush it to disk.
+    """Write the values where the file keeps room for them, and flush it to disk.
 
     A safetensors file is a length (8 bytes, little-endian), a JSON header that says where each tensor's bytes are, and
     the bytes.
@@ -219,5 +261,4 @@ def _fill_log_normalizer(path: Path, values_T: Tensor) -> None:
             raise RunError(f"{path} keeps {end - begin} bytes for log_normalizer instead of {len(content)}")
         file.seek(8 + header_bytes + begin)
         file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    sync(path)

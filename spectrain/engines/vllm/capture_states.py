@@ -1,13 +1,12 @@
-"""States of whole documents from a served target.
+"""Hidden states of whole documents from a target that vLLM runs.
 
-A service that captures is a vLLM with two options: speculation by ``extract_hidden_states``, which keeps the residual
-stream of chosen layers in the cache, and a KV connector that takes it from there. Ours (``vllm_connector.py``) writes
-whole shards, which are adopted while the service works on; vLLM's own (``engine.connector=stock``) writes a file per
-request, which is read and deleted.
+A vLLM that captures has two options: speculation by ``extract_hidden_states``, which keeps the residual stream of
+chosen layers in the cache, and a KV connector that takes it from there. Ours (``connector.py``) writes whole shards,
+which are adopted while vLLM works on; vLLM's own (``engine.connector=stock``) writes a file per request, which is read
+and deleted.
 
 A document is sent without its last token and asked for one token, because vLLM cannot prefill without generating. So
-the last token's
-states are never computed: its row is zeros, and no drafter reads it (see ``vllm_connector.py``).
+the last token's hidden states are never computed: its row is zeros, and no drafter reads it (see ``connector.py``).
 """
 
 from __future__ import annotations
@@ -15,35 +14,33 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors.torch import load_file
 
 from spectrain.config.schema import EngineConfig, TargetConfig
 from spectrain.data.hidden_states import StoreMeta, TargetStates
 from spectrain.data.hidden_states_writer import HiddenStatesWriter
+from spectrain.data.loss_mask import generated_ranges, mask_of_ranges, predicts_generated
 from spectrain.data.responses import Response
+from spectrain.engines.check_states import CheckDocument, SelfCheck, check_prefixes
 from spectrain.engines.hf_capture import stored_log_normalizer
-from spectrain.engines.vllm.adopt_states import Adopter, Session, has_leftovers, remove_leftovers
-from spectrain.engines.vllm.check_states_vllm import DOCUMENTS, TOKENS, CheckDocument, SelfCheck
-from spectrain.engines.vllm.requests import Answer, Request, VLLMClient
+from spectrain.engines.vllm.adopt_states import Adopter, AdoptionThread, Session, has_leftovers, remove_leftovers
+from spectrain.engines.vllm.requests import Completion, OpenVLLM, Request, VLLMClient, completions, completions_in_order
 from spectrain.errors import RunError
 from spectrain.target.head import TargetHead
 from spectrain.target.model import choose_device
 from spectrain.target.resolve import ResolvedTarget
 from spectrain.target.spec import TargetSpec
 
-OpenVLLM = Callable[[str, Mapping[str, Any]], VLLMClient]  # purpose, extra engine arguments
 PARAMS = "spectrain"  # where the connector looks for the description of a document
-_FLUSH_S, _PATIENCE_S, _POLL_S = 1.0, 60.0, 0.5
-_ATTEMPTS = 3  # to have a document's states
+_FLUSH_S, _PATIENCE_S = 1.0, 60.0
+_ATTEMPTS = 3  # to have a document's hidden states
 _HEADROOM_BYTES = 1 << 30
 
 
@@ -58,11 +55,11 @@ class CapturePlan:
 
     @property
     def layers(self) -> list[int]:
-        """Residual stream after so many layers, ascending: in this order vLLM keeps the states."""
+        """Residual stream after so many layers, ascending: in this order vLLM keeps them."""
         return sorted({*self.meta.tap_ids, self.num_layers})
 
     def engine_args(self, session: Session) -> dict[str, Any]:
-        """Engine arguments that make a service capture into ``session``."""
+        """Engine arguments that make a vLLM capture into ``session``."""
         connector: dict[str, Any] = {"kv_role": "kv_producer"}
         if self.stock:
             connector |= {"kv_connector": "ExampleHiddenStatesConnector"}
@@ -96,10 +93,8 @@ class Document:
 
     @classmethod
     def of(cls, response: Response) -> Document:
-        edges = np.flatnonzero(np.diff(response.loss_mask.astype(np.int8), prepend=0, append=0)).tolist()
-        return cls(
-            response.key, response.split, response.input_ids.tolist(), list(zip(edges[::2], edges[1::2], strict=True))
-        )
+        ids, generated = response.input_ids.tolist(), generated_ranges(response.loss_mask)
+        return cls(response.key, response.split, ids, generated)
 
     def request(self) -> Request:
         described = describe(self.key, self.split, self.generated, last_id=self.ids[-1])
@@ -112,7 +107,7 @@ def describe(key: str, split: str, generated: Sequence[tuple[int, int]], last_id
 
 
 class VLLMCapture:
-    """Captures with services that ``open_vllm`` opens.
+    """Captures with vLLMs that ``open_vllm`` opens.
 
     Args:
         resolved, spec: the target, for the self-check and the log-normalizer.
@@ -134,9 +129,7 @@ class VLLMCapture:
         self._stock = engine.connector == "stock"
 
     def adopt_leftovers(self, writer: HiddenStatesWriter, responses: Sequence[Response]) -> int:
-        """Adopt shards that an earlier service left, in one pass with generation or before a kill. Returns their
-        tokens.
-        """
+        """Adopt shards left by an earlier vLLM, in one pass with generation or before a kill. Returns their tokens."""
         if not has_leftovers(writer.folder):
             remove_leftovers(writer.folder)
             return 0
@@ -149,11 +142,12 @@ class VLLMCapture:
         shard_bytes: int,
         on_tokens: Callable[[int], None],
     ) -> None:
-        """Capture the states of ``responses`` into the store of ``writer``. ``on_tokens`` hears how many went through
-        the target.
+        """Capture the hidden states of ``responses`` into the store of ``writer``. ``on_tokens`` hears how many went
+        through the target.
 
-        A kill loses what vLLM had not written yet; shards that it had written are leftovers for the next time. Raises
-        ``RunError`` if the self-check fails, a state is not finite, the service dies or states do not arrive.
+        After a kill what vLLM had not written yet is captured again; shards that it had written are leftovers for the
+        next time. Raises ``RunError`` if the self-check fails, a state is not finite, vLLM dies or hidden states do not
+        arrive.
         """
         plan = self.plan(writer.meta, shard_bytes)
         ordered = sorted(responses, key=lambda response: (-len(response.input_ids), response.key))
@@ -164,14 +158,14 @@ class VLLMCapture:
                     writer.add(states)
                     on_tokens(len(states.input_ids))
             else:
-                # Without room, shards are adopted when the service is gone.
+                # Without room, shards are adopted when vLLM is gone.
                 adopter = Adopter(writer, self._head(), _by_key(ordered)) if self._has_room() else None
                 missing = _through_shards(client, session, adopter, ordered, on_tokens)
         self.adopt_leftovers(writer, ordered)
         session.remove()
         if missing:
             raise RunError(
-                f"the states of {len(missing)} documents did not arrive from vLLM: run the same command again to "
+                f"hidden states of {len(missing)} documents did not arrive from vLLM: run the same command again to "
                 f"capture them"
             )
 
@@ -188,10 +182,10 @@ class VLLMCapture:
             if self._stock:
                 yield from self._from_files(client, plan, self._head(), responses)
                 return
-            for _ in answers(client, [Document.of(response).request() for response in responses]):
+            for _ in completions(client, (Document.of(response).request() for response in responses)):
                 session.check()
             if await_arrival(session, {response.key for response in responses}):
-                raise RunError(f"not all states arrived in {session.folder}")
+                raise RunError(f"not all hidden states arrived in {session.folder}")
         head = self._head()
         for path in session.shards():
             for states in session.take(path):
@@ -205,17 +199,14 @@ class VLLMCapture:
     def running(
         self, plan: CapturePlan, folder: Path, purpose: str, documents: Iterable[tuple[str, list[int]]]
     ) -> Iterator[tuple[VLLMClient, Session]]:
-        """A service that captures into ``folder``, checked with the shortest of ``documents``; closed at the end."""
+        """A vLLM that captures into ``folder``, checked with the shortest of ``documents``; closed at the end."""
         check = SelfCheck(self._engine, self._target, self._resolved, plan.meta.tap_ids, plan.meta.dtype)
-        check_with = _check_documents(documents)
+        check_with = [Document(name, "train", ids, []) for name, ids in check_prefixes(documents)]
         check.prepare([document.ids for document in check_with])
         session = Session(folder, plan.meta)
-        client = self._open_vllm(purpose, plan.engine_args(session))
-        try:
+        with self._open_vllm(purpose, plan.engine_args(session)) as client:
             _check_client(check, client, session, plan, check_with)
             yield client, session
-        finally:
-            client.close()
 
     def _head(self) -> TargetHead:
         """The target's head in float32, on the GPU with the most room if the target runs on one."""
@@ -223,7 +214,7 @@ class VLLMCapture:
         return TargetHead.from_checkpoint(self._resolved.folder, torch.float32, device, self._target.trust_remote_code)
 
     def _has_room(self) -> bool:
-        """Whether the head can lie beside a service, which may have taken the memory of all GPUs."""
+        """Whether the head can lie beside vLLM, which may have taken the memory of all GPUs."""
         device = self._roomiest()
         needed = 2 * 4 * self._spec.vocab_size * self._spec.hidden_size  # embedding and head
         return device.type == "cpu" or torch.cuda.mem_get_info(device)[0] > needed + _HEADROOM_BYTES
@@ -240,8 +231,9 @@ class VLLMCapture:
         self, client: VLLMClient, plan: CapturePlan, head: TargetHead, responses: Sequence[Response]
     ) -> Iterator[TargetStates]:
         documents = {response.key: Document.of(response) for response in responses}
-        for answer in answers(client, [document.request() for document in documents.values()]):
-            yield _with_normalizer(_read_stock(answer, documents[answer.id], plan), head, plan.meta.dtype)
+        for completion in completions(client, (document.request() for document in documents.values())):
+            states = _read_stock(completion, documents[completion.id], plan)
+            yield _with_normalizer(states, head, plan.meta.dtype)
 
 
 def await_arrival(session: Session, keys: set[str]) -> set[str]:
@@ -251,7 +243,7 @@ def await_arrival(session: Session, keys: set[str]) -> set[str]:
     missing, last_s, flushed_s = keys - session.arrived(), time.monotonic(), -_FLUSH_S
     while missing and time.monotonic() - last_s < _PATIENCE_S:
         session.check()
-        # Asked for again and again: vLLM hands a document over a step after it has reported the answer.
+        # Asked for again and again: vLLM hands a document over a step after it has reported the completion.
         if time.monotonic() - flushed_s >= _FLUSH_S:
             session.flush()
             flushed_s = time.monotonic()
@@ -260,22 +252,6 @@ def await_arrival(session: Session, keys: set[str]) -> set[str]:
         if len(still) < len(missing):
             missing, last_s = still, time.monotonic()
     return missing
-
-
-def answers(client: VLLMClient, requests: Iterable[Request]) -> Iterator[Answer]:
-    """Keep the service supplied and give out its answers as they come."""
-    under_way = 0
-    for request in requests:
-        client.submit(request)
-        under_way += 1
-        while under_way >= client.capacity:
-            found = client.collect(_POLL_S)
-            under_way -= len(found)
-            yield from found
-    while under_way:
-        found = client.collect(_POLL_S)
-        under_way -= len(found)
-        yield from found
 
 
 def _through_shards(
@@ -288,47 +264,22 @@ def _through_shards(
     """Send the documents, and adopt shards beside if there is an adopter. Returns the keys of documents that did not
     arrive.
 
-    A server that dies takes with it what it had answered and not written yet: what does not arrive is sent again.
+    A server that dies takes with it what it had computed and not written yet: what does not arrive is sent again.
     """
     lengths = {response.key: len(response.input_ids) for response in responses}
-    with ThreadPoolExecutor(1, thread_name_prefix="adopt") as pool:
-        adopted: dict[Path, Future[int]] = {}
-
-        def adopt_new() -> None:
-            session.check()
-            session.arrived()  # notes the keys before the files are gone
-            for path in session.shards():
-                if adopter is not None and path not in adopted:
-                    adopted[path] = pool.submit(adopter.adopt, path)
-            for future in adopted.values():
-                if future.done():
-                    future.result()
-
-        looked_s, missing, counted = time.monotonic(), set(lengths), set[str]()
+    missing, counted = set(lengths), set[str]()
+    with AdoptionThread(session, adopter) as adoption:
         for _ in range(_ATTEMPTS):
             again = (Document.of(response).request() for response in responses if response.key in missing)
-            for answer in answers(client, again):
-                if answer.id not in counted:
-                    counted.add(answer.id)
-                    on_tokens(lengths[answer.id])
-                if time.monotonic() - looked_s > _POLL_S:
-                    adopt_new()
-                    looked_s = time.monotonic()
+            for completion in completions(client, again):
+                if completion.id not in counted:
+                    counted.add(completion.id)
+                    on_tokens(lengths[completion.id])
+                adoption.look()
             missing = await_arrival(session, missing)
             if not missing:
                 break
-        adopt_new()
-        for future in adopted.values():
-            future.result()
     return missing
-
-
-def _check_documents(documents: Iterable[tuple[str, list[int]]]) -> list[Document]:
-    """The shortest few of ``(name, ids)``, cut, to check a service with."""
-    shortest = sorted((pair for pair in documents if len(pair[1]) > 1), key=lambda pair: (len(pair[1]), pair[0]))[
-        :DOCUMENTS
-    ]
-    return [Document(f"{name} (self-check)", "train", ids[:TOKENS], []) for name, ids in shortest]
 
 
 def _check_client(
@@ -337,17 +288,17 @@ def _check_client(
     """Send the documents that ``check`` was prepared with, and compare what comes back. Nothing of it stays."""
     if check.method == "off":
         return
-    found = {answer.id: answer for answer in answers(client, [document.request() for document in documents])}
+    found = completions_in_order(client, [document.request() for document in documents])
     if plan.stock:
-        states = [_read_stock(found[document.key], document, plan) for document in documents]
+        states = [_read_stock(*pair, plan) for pair in zip(found, documents, strict=True)]
     else:
         if await_arrival(session, {document.key for document in documents}):
             raise RunError(
-                f"the states of the self-check did not arrive in {session.folder} within {_PATIENCE_S:.0f} s"
+                f"hidden states of the self-check did not arrive in {session.folder} within {_PATIENCE_S:.0f} s"
             )
         by_key = {document.key: document for path in session.shards() for document in session.take(path)}
         states = [by_key[document.key] for document in documents]
-    check.compare([CheckDocument(document, found[document.key].ids[0]) for document in states])
+    check.compare([CheckDocument(*pair) for pair in zip(states, (one.ids[0] for one in found), strict=True)])
 
 
 def _by_key(responses: Iterable[Response]) -> dict[str, Response]:
@@ -358,13 +309,13 @@ def _name_and_ids(response: Response) -> tuple[str, list[int]]:
     return response.key, response.input_ids.tolist()
 
 
-def _read_stock(answer: Answer, document: Document, plan: CapturePlan) -> TargetStates:
-    """The states of one request from the file of vLLM's own connector, which is deleted."""
-    if answer.states_path is None:
+def _read_stock(completion: Completion, document: Document, plan: CapturePlan) -> TargetStates:
+    """The hidden states of one request from the file of vLLM's own connector, which is deleted."""
+    if completion.states_path is None:
         raise RunError(
-            f"vLLM names no file with the states of {document.key}: its hidden-states connector is not at work"
+            f"vLLM names no file with the hidden states of {document.key}: its hidden-states connector is not at work"
         )
-    path = Path(answer.states_path)
+    path = Path(completion.states_path)
     lock = path.with_name(f"{path.name}.lock")
     with lock.open() as file:
         fcntl.flock(file, fcntl.LOCK_SH)  # sleeps until the writer is done
@@ -372,18 +323,15 @@ def _read_stock(answer: Answer, document: Document, plan: CapturePlan) -> Target
     path.unlink()
     lock.unlink()
     if found["token_ids"].tolist() != document.ids[:-1]:
-        raise RunError(f"{path} holds the states of other tokens than those of {document.key}")
+        raise RunError(f"{path} holds the hidden states of other tokens than those of {document.key}")
     states_SIH = found["hidden_states"]
     states_SIH = torch.cat([states_SIH, torch.zeros_like(states_SIH[:1])])  # the last token never ran
-    mask_S = torch.zeros(len(document.ids), dtype=torch.uint8)
-    for start, end in document.generated:
-        mask_S[start:end] = 1
+    mask_S = mask_of_ranges(document.generated, len(document.ids))
     ids_S = torch.tensor(document.ids, dtype=torch.int32)
     taps, last = states_SIH[:, : len(plan.meta.tap_ids)], states_SIH[:, -1]
     return TargetStates(ids_S, mask_S, taps, last, None, document.key, document.split)
 
 
 def _with_normalizer(states: TargetStates, head: TargetHead, dtype: str) -> TargetStates:
-    needed_S = states.loss_mask.bool().roll(-1)
-    needed_S[-1] = False  # a document's last token has no next one
-    return dataclasses.replace(states, log_normalizer=stored_log_normalizer(head, states.last_hidden, needed_S, dtype))
+    normalizer_S = stored_log_normalizer(head, states.last_hidden, predicts_generated(states.loss_mask), dtype)
+    return dataclasses.replace(states, log_normalizer=normalizer_S)

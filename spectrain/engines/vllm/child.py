@@ -1,10 +1,10 @@
-"""vLLM in a process of its own: ``python -m spectrain.engines.vllm_host``, started by ``host.py``.
+"""vLLM in a process of its own: ``python -m spectrain.engines.vllm.child``, started by ``process.py``, which says why.
 
 Orders come as JSON lines on standard input, reports go as JSON lines to the descriptor named on the command line;
 standard output and error are the log. Token ids in, token ids out: no text is made, and no tokenizer is loaded.
 
-Orders:   {"args": …, "record_rounds": …}  first;  {"request": {…}}  as in ``client.Request``;  end of input: stop.
-Reports:  {"ready": …}  when vLLM is up;  {"answers": […]};  {"refused": id, "reason": …}.
+Orders:   {"args": …, "record_rounds": …}  first;  {"request": {…}}  as in ``requests.Request``;  end of input: stop.
+Reports:  {"max_num_seqs": …}  when vLLM is up;  {"completions": […]};  {"refused": id, "reason": …}.
 
 When the parent dies, the pipe ends, and this process takes its whole group with it, vLLM's own workers included. (A
 death signal from the kernel would kill this process before it could, and leave the workers.)
@@ -111,13 +111,9 @@ def main() -> None:
     """Runs until the parent wants no more, is gone, or vLLM fails; never returns to a half-ended vLLM."""
     channel = Channel(sys.stdin, os.fdopen(int(sys.argv[1]), "w", encoding="utf-8"))
     first = channel.orders.get()
-    if first is not None and first["args"].get("data_parallel_size", 1) > 1:
-        from spectrain.engines.vllm.child_parallel import serve_ranks as run
-    else:
-        run = serve
     try:
         if first is not None:
-            run(channel, first)
+            serve(channel, first)
     except Exception as error:
         channel.fail(error)
     os.killpg(os.getpgrp(), signal.SIGKILL)  # what vLLM leaves behind ends here, whatever state it is in
@@ -125,7 +121,6 @@ def main() -> None:
 
 def serve(channel: Channel, first: dict[str, Any]) -> None:
     """Take requests, step, report; until the parent wants no more."""
-    import vllm
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -134,7 +129,7 @@ def serve(channel: Channel, first: dict[str, Any]) -> None:
     engine = LLMEngine.from_engine_args(EngineArgs(**first["args"]), UsageContext.LLM_CLASS)
     inner: Any = getattr(engine.engine_core, "engine_core", None)  # None: in a process of its own
     speculation = Speculation(inner) if first["record_rounds"] else None
-    channel.report(**ready(vllm.__version__, engine.vllm_config))
+    channel.report(max_num_seqs=engine.vllm_config.scheduler_config.max_num_seqs)
     started: dict[str, tuple[str, float]] = {}  # id -> (vLLM's id, when)
     while True:
         unfinished = engine.has_unfinished_requests()
@@ -158,22 +153,13 @@ def serve(channel: Channel, first: dict[str, Any]) -> None:
         outputs = engine.step()
         if speculation is not None:
             speculation.after_step()
-        answers = []
+        completions = []
         for output in outputs:
             internal, start_s = started.pop(output.request_id)
             drafts = None if speculation is None else speculation.take(internal)
-            answers.append(answer(output, time.monotonic() - start_s, drafts))
-        if answers:
-            channel.report(answers=answers)
-
-
-def ready(version: str, config: Any) -> dict[str, Any]:
-    """The report that vLLM is up."""
-    return {
-        "ready": version,
-        "max_num_seqs": config.scheduler_config.max_num_seqs * config.parallel_config.data_parallel_size,
-        "max_model_len": config.model_config.max_model_len,
-    }
+            completions.append(completion(output, time.monotonic() - start_s, drafts))
+        if completions:
+            channel.report(completions=completions)
 
 
 def take_orders(channel: Channel, wait: bool) -> list[dict[str, Any] | None]:
@@ -186,8 +172,8 @@ def take_orders(channel: Channel, wait: bool) -> list[dict[str, Any] | None]:
 
 
 def sampling_params(request: dict[str, Any]) -> Any:
-    """vLLM's parameters of a request. The end tokens are ours alone, so that every engine stops alike; only whole
-    answers come back.
+    """vLLM's parameters of a request. The end tokens are ours alone, so that every engine stops alike; completions come
+    back whole.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -207,13 +193,13 @@ def sampling_params(request: dict[str, Any]) -> Any:
     )
 
 
-def answer(output: Any, seconds: float, drafts: list[list[int]] | None) -> dict[str, Any]:
-    """A finished request in the form of ``client.Answer``. ``drafts``: of every round, if they were recorded.
+def completion(output: Any, seconds: float, drafts: list[list[int]] | None) -> dict[str, Any]:
+    """A finished request in the form of ``requests.Completion``. ``drafts``: of every round, if they were recorded.
 
     Raises RuntimeError if the recorded rounds are not those that vLLM counted.
     """
-    completion = output.outputs[0]
-    metrics = completion.spec_decode_metrics
+    (only,) = output.outputs
+    metrics = only.spec_decode_metrics
     drafted, accepted = ([], []) if metrics is None else (metrics.per_step_drafted, metrics.per_step_accepted)
     if drafts is None:
         drafts = [[] for _ in drafted]
@@ -223,8 +209,8 @@ def answer(output: Any, seconds: float, drafts: list[list[int]] | None) -> dict[
         )
     return {
         "id": output.request_id,
-        "ids": list(completion.token_ids),
-        "finish_reason": completion.finish_reason,
+        "ids": list(only.token_ids),
+        "finish_reason": only.finish_reason,
         "seconds": seconds,
         # Near the end of a document vLLM may verify fewer than were proposed.
         "rounds": [[count, right, ids[:count]] for count, right, ids in zip(drafted, accepted, drafts, strict=True)],

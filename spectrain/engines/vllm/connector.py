@@ -3,19 +3,19 @@
 vLLM's ``extract_hidden_states`` keeps the residual stream of chosen layers as one more group of its KV cache. This
 class is a KV connector, vLLM's own extension point for what happens to such a cache (``kv_connector_module_path``).
 When a request that carries a document's description has finished, the scheduler's half tells the worker's half which
-blocks hold its states; the worker copies them out, on a stream of their own where there is a GPU, and a thread encodes
-them into the shard being gathered (``shard_writer.py``). The blocks are free again as soon as the copy is done.
+blocks hold its hidden states; the worker copies them out, on a stream of their own where there is a GPU, and a thread
+encodes them into the shard being gathered (``shard_thread.py``). The blocks are free again as soon as the copy is done.
 
 A request describes its document in ``kv_transfer_params``; requests without a description are not stored:
 ``{"spectrain": {"key", "split", "generated": [[start, end), ...], "last_id": int or None}}``.
 A document is the prompt and ``last_id``, or, where that is None, the prompt and the answer: so it is generated and
 captured in one pass. ``generated`` are the ranges that the target generated, without that answer.
 
-The last token of a document never runs, so it has no states: its row is stored as zeros. No drafter reads the last row
-of a document, since what it would predict from there lies outside the document.
+The last token of a document never runs, so it has no hidden states: its row is stored as zeros. No drafter reads the
+last row of a document, since what it would predict from there lies outside the document.
 
-Every worker that holds the states writes shards of its own: the first tensor-parallel rank of each replica, on the last
-pipeline stage.
+Every worker that holds the hidden states writes shards of its own: the first tensor-parallel rank of each replica, on
+the last pipeline stage.
 
 Legend: S tokens of a document, I captured layers (the taps in ascending order, then the last layer unless it is the
 last tap), H hidden.
@@ -43,6 +43,7 @@ from vllm.v1.kv_cache_interface import HiddenStateCacheSpec
 from vllm.v1.request import RequestStatus
 
 from spectrain.data.hidden_states import StoreMeta
+from spectrain.data.loss_mask import mask_of_ranges
 from spectrain.engines.vllm.shard_thread import CopiedDocument, ShardWriter
 
 PARAMS = "spectrain"  # the name under which a request describes its document
@@ -51,7 +52,7 @@ _ANSWERED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPE
 
 @dataclass(frozen=True)
 class FinishedDocument:
-    """A document whose states lie in the cache, but for those of the last token."""
+    """A document whose hidden states lie in the cache, but for those of the last token."""
 
     request_id: str
     key: str
@@ -81,9 +82,7 @@ class StatesConnector(KVConnectorBase_V1, SupportsHMA):
         self._group = _states_group(kv_cache_config)
         self._block_tokens: int = kv_cache_config.kv_cache_groups[self._group].kv_cache_spec.block_size
         self._finished: list[FinishedDocument] = []  # scheduler: not told to the workers yet
-        self._cache: Tensor | None = (
-            None  # worker: [blocks, I, block tokens, H]; None where this worker holds no states
-        )
+        self._cache: Tensor | None = None  # worker: [blocks, I, block tokens, H]; None where this worker holds none
         self._writer: ShardWriter | None = None
         self._stream: torch.cuda.Stream | None = None
         self._copies: dict[str, torch.cuda.Event | None] = {}  # by request: when its copy is done; None: it is
@@ -99,7 +98,7 @@ class StatesConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Whether the request's blocks must be kept until their states are copied."""
+        """Whether the request's blocks must be kept until their hidden states are copied."""
         params = (request.kv_transfer_params or {}).get(PARAMS)
         if params is None or request.status not in _ANSWERED:
             return False, None
@@ -146,7 +145,7 @@ class StatesConnector(KVConnectorBase_V1, SupportsHMA):
         return
 
     def save_kv_layer(self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        return  # the states of a document are copied together when it is finished
+        return  # those of a document are copied together when it is finished
 
     def wait_for_save(self) -> None:
         return
@@ -172,7 +171,7 @@ class StatesConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """GPU: all states of a token together, whatever the attention layers prefer. The CPU has one layout only."""
+        """GPU: all hidden states of a token together, whatever attention layers prefer. CPU: there is one layout."""
         return None if current_platform.is_cpu() else "LBNHC"
 
     def _last_is_extra(self, cache: Tensor) -> int:
@@ -181,7 +180,7 @@ class StatesConnector(KVConnectorBase_V1, SupportsHMA):
         return int(layers not in self._meta.tap_ids)
 
     def _copy(self, document: FinishedDocument) -> None:
-        """Copy a document's states out of the cache, [S, I, H]; the row of a token that never ran is zero."""
+        """Copy a document's hidden states out of the cache, [S, I, H]; the row of a token that never ran is zero."""
         if self._cache is None or self._writer is None:
             return
         length, computed = len(document.ids), len(document.ids) - 1
@@ -191,7 +190,7 @@ class StatesConnector(KVConnectorBase_V1, SupportsHMA):
             states_SIH[:computed] = self._cache[slots_S // self._block_tokens, :, slots_S % self._block_tokens]
             event = None
         else:
-            self._stream.wait_stream(torch.cuda.current_stream(self._cache.device))  # the states are written there
+            self._stream.wait_stream(torch.cuda.current_stream(self._cache.device))  # they are written there
             with torch.cuda.stream(self._stream):
                 slots_S = slots_S.pin_memory().to(self._cache.device, non_blocking=True)
                 gathered_SIH = self._cache[slots_S // self._block_tokens, :, slots_S % self._block_tokens]
@@ -200,9 +199,7 @@ class StatesConnector(KVConnectorBase_V1, SupportsHMA):
                 event = torch.cuda.Event()
                 event.record(self._stream)
         self._copies[document.request_id] = event
-        mask_S = torch.zeros(length, dtype=torch.uint8)
-        for start, end in document.generated:
-            mask_S[start:end] = 1
+        mask_S = mask_of_ranges(document.generated, length)
         ids_S = torch.tensor(document.ids, dtype=torch.int32)
         self._writer.put(CopiedDocument(document.key, document.split, ids_S, mask_S, states_SIH, event))
 

@@ -1,38 +1,32 @@
 """Generation that captures: the target runs once over every token, and what it computed while it generated is kept.
 
-The engine generates as always, on a service with a connector; the last turn of each conversation carries the
-description of its document.
-Its shards stay in the incoming folder: they enter the store in the stage ``capture``, where they must match the stored
-responses id for id. So a kill between a shard and its responses leaves nothing wrong, and whatever is missing, such as
-a conversation that was cut before its last turn, is captured there like any other document.
+The engine generates as always, on a vLLM with a connector; the last turn of each conversation carries the description
+of its document. Its shards stay in the incoming folder: they enter the store in the stage ``capture``, where they must
+match the stored responses id for id. So a kill between a shard and its responses leaves nothing wrong, and whatever is
+missing, such as a conversation that was cut before its last turn, is captured there like any other document.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from spectrain.console import say
 from spectrain.data.hidden_states import StoreMeta
+from spectrain.data.loss_mask import generated_ranges
 from spectrain.engines.conversations import Dialogue
 from spectrain.engines.vllm.adopt_states import Session
-from spectrain.engines.vllm.capture_states import CapturePlan, VLLMCapture, await_arrival, describe
-from spectrain.engines.vllm.requests import Answer, Request, VLLMClient
-
-
-def states_for(dialogue: Dialogue) -> dict[str, Any] | None:
-    """What the connector is told of the turn that is about to be answered: of the last one, the whole document."""
-    if dialogue.turn + 1 < len(dialogue.conversation.turns):
-        return None
-    return describe(dialogue.key, dialogue.split, dialogue.generated_ranges())
+from spectrain.engines.vllm.capture_states import VLLMCapture, await_arrival, describe
+from spectrain.engines.vllm.requests import VLLMClient
 
 
 class OnePass:
-    """``open_vllm`` for a ``VLLMEngine`` whose generation is to be captured into ``folder``, the states of the run.
+    """What a ``VLLMEngine`` needs so that its generation is captured into ``folder``, the hidden states of the run:
+    ``open_vllm`` for the engine, ``states_for`` for ``generate``.
 
-    ``prompts``: (name, ids) of the prompts, the shortest of which check the service.
+    ``prompts``: (name, ids) of the prompts, the shortest of which are used to check vLLM.
     """
 
     def __init__(
@@ -47,50 +41,27 @@ class OnePass:
         self._plan = capturing.plan(meta, shard_bytes)
         self._folder = folder
         self._prompts = prompts
+        self._session: Session | None = None
+        self._described: set[str] = set()  # keys of the documents that are asked for
 
-    def open_vllm(self, purpose: str, extra_args: Mapping[str, Any]) -> VLLMClient:
-        return _CapturingClient(self._capturing, self._plan, self._folder, purpose, self._prompts)
+    @contextmanager
+    def open_vllm(self, purpose: str, extra_args: Mapping[str, Any]) -> Iterator[VLLMClient]:
+        """A vLLM that captures. Once everything is answered it is closed only when the hidden states have arrived."""
+        with self._capturing.running(self._plan, self._folder, purpose, self._prompts) as (client, session):
+            self._session = session
+            yield client  # an error, or an end before everything is answered, does not come back from here
+            missing = await_arrival(session, self._described)
+            if missing:
+                say(f"note: hidden states of {len(missing)} documents did not arrive; they are captured separately")
 
+    def states_for(self, dialogue: Dialogue) -> dict[str, Any] | None:
+        """What the connector is told of the turn that is about to be answered: of the last one, the whole document.
 
-class _CapturingClient:
-    """A service that, when all is answered, waits for the states to arrive before it closes."""
-
-    def __init__(
-        self,
-        capturing: VLLMCapture,
-        plan: CapturePlan,
-        folder: Path,
-        purpose: str,
-        prompts: Sequence[tuple[str, list[int]]],
-    ) -> None:
-        self._stack = ExitStack()
-        self._client: VLLMClient
-        self._session: Session
-        self._client, self._session = self._stack.enter_context(capturing.running(plan, folder, purpose, prompts))
-        self._described: dict[str, str] = {}  # request -> key of its document, while it is under way
-        self._under_way = 0
-        self._expected: set[str] = set()
-
-    @property
-    def capacity(self) -> int:
-        return self._client.capacity  # less when a server is lost
-
-    def submit(self, request: Request) -> None:
-        if request.states is not None:
-            self._described[request.id] = request.states["spectrain"]["key"]
-        self._client.submit(request)
-        self._under_way += 1
-
-    def collect(self, timeout_s: float) -> list[Answer]:
-        answers = self._client.collect(timeout_s)
-        self._under_way -= len(answers)
-        self._expected.update(self._described.pop(answer.id) for answer in answers if answer.id in self._described)
-        self._session.check()
-        return answers
-
-    def close(self) -> None:
-        with self._stack:
-            if self._under_way == 0 and self._expected:
-                missing = await_arrival(self._session, self._expected)
-                if missing:
-                    say(f"note: the states of {len(missing)} documents did not arrive; they are captured separately")
+        Raises ``RunError`` if the hidden states of earlier ones could not be written.
+        """
+        if self._session is not None:
+            self._session.check()
+        if dialogue.turn + 1 < len(dialogue.conversation.turns):
+            return None
+        self._described.add(dialogue.key)
+        return describe(dialogue.key, dialogue.split, generated_ranges(dialogue.mask))

@@ -35,7 +35,7 @@ def last_errors(log: Path, start: int = 0, lines: int = _LINES) -> str:
     """The last lines of ``log`` that name an error, in order, each once; the very last lines if none does; with the
     log's name.
 
-    start: where to begin, in bytes: what stands before was written by an earlier process. Raises nothing: a log that
+    start: where to begin, in bytes: what is before was written by an earlier process. Raises nothing: a log that
     cannot be read is said to be so.
     """
     try:

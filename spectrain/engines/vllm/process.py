@@ -1,8 +1,11 @@
-"""``VLLMClient`` on this machine: a vLLM in a child process (``vllm_host.py``), spoken to through pipes.
+"""``VLLMClient`` on this machine: a vLLM in a child process (``child.py``), spoken to through pipes.
 
-A process of its own, because vLLM's threads, signal handlers and device contexts do not go well with a trainer's, and
-because a crash in there must end as a sentence of ours. The child leads a process group, so that vLLM's workers end
-with it.
+Why not always a server, as with ``engine=vllm_server``: the parity gate needs the ids of every drafted token, which no
+server tells (vLLM's scheduler in the same process as our code does), and the child, which builds no web server and
+loads no tokenizer, is ready much sooner.
+
+Why a process of its own: vLLM's threads, signal handlers and device contexts do not go well with a trainer's, and a
+crash in there must end as a sentence of ours. The child leads a process group, so that vLLM's workers end with it.
 """
 
 from __future__ import annotations
@@ -23,9 +26,9 @@ from typing import Any
 
 from spectrain.config.schema import EngineConfig
 from spectrain.console import say
-from spectrain.engines.vllm.args import environment, is_cpu_build, vllm_version
+from spectrain.engines.vllm.args import environment, is_cpu_build
 from spectrain.engines.vllm.logs import last_errors, open_log
-from spectrain.engines.vllm.requests import Answer, ReportedRound, Request
+from spectrain.engines.vllm.requests import Completion, ReportedRound, Request, VLLMClient
 from spectrain.errors import RunError
 
 _CLOSE_S = 20.0
@@ -33,10 +36,10 @@ _POLL_S = 0.2
 _PATIENCE_S = 20.0  # of starting, before a line says what is being waited for
 
 
-class VLLMProcess:
-    """vLLM with ``args`` (see ``vllm_options.engine_args``), its output in ``log``. Ready to use when constructed.
+class VLLMProcess(VLLMClient):
+    """vLLM with ``args`` (see ``args.engine_args``), its output in ``log``. Ready to use when constructed.
 
-    record_rounds: ``Answer.rounds`` hold the ids proposed in each round; without it, their numbers. The engine then
+    record_rounds: ``Completion.rounds`` hold the ids proposed in each round; without it, their numbers. The engine then
     runs in the child itself, step by step, which costs throughput.
 
     Raises ``RunError``, with the log's last error lines, if vLLM does not come up within ``engine.startup_timeout_s``.
@@ -44,12 +47,10 @@ class VLLMProcess:
 
     def __init__(self, config: EngineConfig, args: Mapping[str, Any], log: Path, record_rounds: bool = False) -> None:
         self.log = log
-        self.version = vllm_version()
         self._reports: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._closed = False
         args = _completed(args, record_rounds)
-        in_process = record_rounds or (is_cpu_build() and args.get("data_parallel_size", 1) == 1)
-        variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if in_process else {}
+        variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if record_rounds or is_cpu_build() else {}
         with open_log(log) as output:
             self._log_start = output.tell()
             reading, writing = os.pipe()
@@ -74,31 +75,33 @@ class VLLMProcess:
             self._kill_group()  # at once: there is nothing to finish, and whoever pressed Ctrl-C does not want to wait
             self.close()
             raise
-        self.version = ready["ready"]
-        self.max_model_len = ready["max_model_len"]
-        # A few more than run together, so that none of vLLM's places is empty while an answer is on its way here.
-        self.capacity = ready["max_num_seqs"] * 5 // 4 + 1
+        # A few more than run together, so that none of vLLM's slots is empty while a completion is on its way here.
+        self._capacity = ready["max_num_seqs"] * 5 // 4 + 1
+
+    @property
+    def capacity(self) -> int:
+        return self._capacity
 
     def submit(self, request: Request) -> None:
         self._send({"request": asdict(request)})
 
-    def collect(self, timeout_s: float) -> list[Answer]:
+    def collect(self, timeout_s: float) -> list[Completion]:
         until = time.monotonic() + timeout_s
-        answers: list[Answer] = []
+        found: list[Completion] = []
         while True:
             try:
-                report = self._reports.get(timeout=0 if answers else max(0.0, min(_POLL_S, until - time.monotonic())))
+                report = self._reports.get(timeout=0 if found else max(0.0, min(_POLL_S, until - time.monotonic())))
             except queue.Empty:
                 if self._process.poll() is not None and self._reports.empty():
                     raise self._died("ended while it was at work") from None
-                if answers or time.monotonic() >= until:
-                    return answers
+                if found or time.monotonic() >= until:
+                    return found
                 continue
             if report is None:
                 raise self._died("ended while it was at work")
             if "refused" in report:
                 raise RunError(f"vLLM refused request {report['refused']}: {report['reason']}")
-            answers += [_answer(found) for found in report["answers"]]
+            found += [completion_of(reported) for reported in report["completions"]]
 
     def close(self) -> None:
         """End the child: it is asked to, and killed if it does not."""
@@ -113,9 +116,8 @@ class VLLMProcess:
         self._kill_group()
 
     def _kill_group(self) -> None:
-        with suppress(
-            ProcessLookupError, PermissionError
-        ):  # the group's number is the leader's, and nobody may be left in it
+        # The group's number is the leader's, and nobody may be left in it.
+        with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
@@ -128,10 +130,8 @@ class VLLMProcess:
             raise self._died("cannot be reached") from None
 
     def _read(self, descriptor: int) -> None:
-        with (
-            os.fdopen(descriptor, encoding="utf-8") as reports,
-            suppress(ValueError),
-        ):  # half a line: it was killed while writing
+        # ValueError: half a line; it was killed while writing.
+        with os.fdopen(descriptor, encoding="utf-8") as reports, suppress(ValueError):
             for line in reports:
                 self._reports.put(json.loads(line))
         self._reports.put(None)
@@ -162,7 +162,7 @@ class VLLMProcess:
 
 
 def _completed(args: Mapping[str, Any], record_rounds: bool) -> dict[str, Any]:
-    """``args`` with what this service rests on: no tokenizer, and the rounds of each request where there is
+    """``args`` with what this client rests on: no tokenizer, and the rounds of each request where there is
     speculation.
     """
     speculation = args.get("speculative_config") or {}
@@ -175,9 +175,10 @@ def _completed(args: Mapping[str, Any], record_rounds: bool) -> dict[str, Any]:
     return {**ours, **args}
 
 
-def _answer(found: Mapping[str, Any]) -> Answer:
-    rounds = [ReportedRound(drafted, accepted, tuple(drafts)) for drafted, accepted, drafts in found["rounds"]]
-    return Answer(**{**found, "rounds": rounds})
+def completion_of(reported: Mapping[str, Any]) -> Completion:
+    """From what ``child.completion`` reports."""
+    rounds = [ReportedRound(drafted, accepted, tuple(drafts)) for drafted, accepted, drafts in reported["rounds"]]
+    return Completion(**{**reported, "rounds": rounds})
 
 
 def _signal_name(number: int) -> str:

@@ -1,4 +1,4 @@
-"""One vLLM server that is started here: its command, its log, whether it is well, and its end.
+"""One vLLM server that is started here: its command, its log, whether it is healthy, and its end.
 
 The server listens on a Unix socket in a private folder, not on a port: nobody else can reach it, and no other program
 can take its address between the moment it is chosen and the moment vLLM binds it. A guard (``guard.py``) stands between

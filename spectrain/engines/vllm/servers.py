@@ -1,14 +1,14 @@
 """A pool of vLLM servers as one ``VLLMClient``: who gets which request, and what happens when something fails.
 
-* Each server has at most ``concurrency`` requests under way; the rest wait here, so a slow server is never buried. The
-  next request goes to the server with the most room.
+* Each server has at most ``concurrency`` requests under way; the rest wait here, so that no server is given more than
+  it can work on. The next request goes to the server with the most room.
 * A request that fails (no connection, no answer in time, a status of 5xx) is sent again, up to ``retries`` times, after
   a wait that doubles and is spread at random, so that many requests do not come back at once. A server that says it is
   busy (429; 503 while it is healthy) is waited for instead. A request that is refused (4xx) is our mistake, and ends
   the run.
 * When a request has failed to the end, its server is judged: dead if its process is gone, if it says so, or if it has
   answered nothing else meanwhile. The work of a dead server goes to the others. One that was started here is started
-  once more. If no server is left, the run ends with the reason. If the server lives, the request is tried elsewhere,
+  once more. If no server is left, the run ends with the reason. If the server is alive, the request is tried elsewhere,
   and ends the run when it has failed everywhere.
 
 All of this happens in one thread with an event loop, so nothing in it needs a lock; ``submit`` and ``collect`` are
@@ -30,8 +30,8 @@ from typing import Any
 import httpx2
 
 from spectrain.console import say
-from spectrain.engines.vllm.completions import InterruptedAnswerError, completion_body, error_text, parse_answer
-from spectrain.engines.vllm.requests import Answer, Request
+from spectrain.engines.vllm.openai_api import InterruptedRequestError, completion_body, error_text, parse_completion
+from spectrain.engines.vllm.requests import Completion, Request, VLLMClient
 from spectrain.engines.vllm.server_process import ServerProcess
 from spectrain.errors import RunError, SpectrainError
 
@@ -39,7 +39,7 @@ _CONNECT_S = 10.0
 _HEALTH_S = 10.0
 _LONGEST_WAIT_S = 30.0
 _WATCH_S = 0.25
-_KEEP_S = 2.0  # an idle connection is dropped before the server drops it (5 s): a request could be lost between the two
+_KEEP_S = 2.0  # an idle connection is dropped before the server drops it (5 s): a request could fall between the two
 
 
 @dataclass(eq=False)
@@ -78,13 +78,13 @@ class Endpoint:
 
     @property
     def room(self) -> float:
-        """Share of its places that are free; 0 if none is, or if it is not up."""
+        """Share of its concurrency that is free; 0 if none is, or if it is not up."""
         return 1 - len(self.jobs) / self.concurrency if self.up else 0.0
 
 
 @dataclass(eq=False)
 class Job:
-    """A request, the servers that it has failed at while they were well, and why it did."""
+    """A request, the servers that it has failed at while they were healthy, and why it did."""
 
     request: Request
     failed_at: set[Endpoint] = field(default_factory=set)
@@ -95,7 +95,7 @@ class _UnansweredError(Exception):
     """A request that all attempts at one server failed to get answered; the text says why."""
 
 
-class ServerPool:
+class ServerPool(VLLMClient):
     """``VLLMClient`` over one or many servers. Stops those it was given with a ``server`` when it is closed.
 
     Args:
@@ -123,7 +123,7 @@ class ServerPool:
         self._closed = False
         # Shared with the caller's thread:
         self._news = threading.Condition()
-        self._answers: list[Answer] = []
+        self._completions: list[Completion] = []
         self._error: SpectrainError | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="endpoints", daemon=True)
@@ -133,23 +133,23 @@ class ServerPool:
 
     @property
     def capacity(self) -> int:
-        """Requests that the living servers take together."""
+        """Requests that the servers which are alive take together."""
         return max(1, sum(endpoint.concurrency for endpoint in self.endpoints if endpoint.is_alive))
 
     def submit(self, request: Request) -> None:
         """Have a request answered. Returns at once; beyond ``capacity`` requests wait here."""
         self._loop.call_soon_threadsafe(self._enqueue, Job(request))
 
-    def collect(self, timeout_s: float) -> list[Answer]:
-        """Answers since the last call, waiting up to ``timeout_s`` for the first. Raises RunError when the pool cannot
-        go on.
+    def collect(self, timeout_s: float) -> list[Completion]:
+        """What was completed since the last call, waiting up to ``timeout_s`` for the first. Raises RunError when the
+        pool cannot go on.
         """
         with self._news:
-            self._news.wait_for(lambda: self._answers or self._error, timeout_s)
-            answers, self._answers = self._answers, []
-            if not answers and self._error is not None:
+            self._news.wait_for(lambda: self._completions or self._error, timeout_s)
+            completions, self._completions = self._completions, []
+            if not completions and self._error is not None:
                 raise self._error
-            return answers
+            return completions
 
     def close(self) -> None:
         """Drop what is under way and stop the servers that were started here."""
@@ -220,7 +220,7 @@ class ServerPool:
         """Get one request answered by one server, or see what to do about it."""
         answered_before = endpoint.answered
         try:
-            answer = await self._ask(endpoint, job.request)
+            completion = await self._ask(endpoint, job.request)
         except _UnansweredError as failure:
             if endpoint.answered == answered_before or not await self._is_healthy(endpoint):
                 self._mark_dead(endpoint, str(failure))  # takes this request back, too
@@ -231,11 +231,11 @@ class ServerPool:
             return
         endpoint.answered += 1
         with self._news:
-            self._answers.append(answer)
+            self._completions.append(completion)
             self._news.notify_all()
 
-    async def _ask(self, endpoint: Endpoint, request: Request) -> Answer:
-        """The answer of one server. Raises _UnansweredError when the attempts are used up, RunError when the request is
+    async def _ask(self, endpoint: Endpoint, request: Request) -> Completion:
+        """What one server answers. Raises _UnansweredError when the attempts are used up, RunError when the request is
         refused.
         """
         body = completion_body(endpoint.model, request)
@@ -245,7 +245,7 @@ class ServerPool:
                 async with asyncio.timeout(self._timeout_s):
                     response = await endpoint.client.post("/v1/completions", json=body)
                 if response.status_code == 200:
-                    return parse_answer(request, response.json(), time.monotonic() - start_s)
+                    return parse_completion(request, response.json(), time.monotonic() - start_s)
                 reason = error_text(response)
                 if await self._is_busy(endpoint, response) and time.monotonic() - start_s < self._timeout_s:
                     busy += 1
@@ -257,7 +257,7 @@ class ServerPool:
                 reason = f"no answer in {self._timeout_s:g} s (engine.request_timeout_s)"
             except (
                 httpx2.RequestError,
-                InterruptedAnswerError,
+                InterruptedRequestError,
                 ValueError,
             ) as error:  # ValueError: a reply that is no JSON
                 reason = f"{type(error).__name__} {error}".strip()
@@ -293,7 +293,7 @@ class ServerPool:
                 self._mark_dead(endpoint, f"exit code {server.exit_code}")
 
     def _mark_dead(self, endpoint: Endpoint, reason: str) -> None:
-        """Give a server up: take its work back, and start it again if that may be done."""
+        """Mark a server dead: take its work back, and start it again if that may be done."""
         if not endpoint.up:
             return
         endpoint.up = False

@@ -40,8 +40,8 @@ class _Event(Protocol):
 
 @dataclass(frozen=True)
 class CopiedDocument:
-    """A document with the states of all its captured layers, [S, I, H] in ascending order; valid once ``event`` has
-    happened.
+    """A document with the hidden states of all its captured layers, [S, I, H] in ascending order; valid once ``event``
+    has happened.
     """
 
     key: str
@@ -139,9 +139,8 @@ class ShardWriter:
         """The shard appears under its name only when it is whole and on disk."""
         if not self._buffer.keys:
             return
-        name = f"{self._name}-{self._written:05d}"
-        meta = json.dumps(dataclasses.asdict(self._meta))
-        self._buffer.write(self._folder / f"{name}.safetensors", self._folder / f".{name}.partial", {META: meta})
+        path = self._folder / f"{self._name}-{self._written:05d}.safetensors"
+        self._buffer.write(path, {META: json.dumps(dataclasses.asdict(self._meta))})
         self._written += 1
 
     def _tell(self, reason: str) -> None:

@@ -1,7 +1,8 @@
-"""``engine=vllm_server`` before any server is asked for an answer: which servers are taken, and what those started here
-are given.
+"""Which vLLM is opened, before it is asked for anything: a child process or servers, which servers, and what those
+started here are given.
 """
 
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,9 +13,11 @@ from fake_server import FakeServer
 from spectrain.config.commands import COMMANDS
 from spectrain.config.schema import CaptureConfig, DataConfig, EngineConfig, SpectrainConfig, TargetConfig
 from spectrain.data.prompts import Conversation
-from spectrain.engines.vllm import args as vllm_options
-from spectrain.engines.vllm import open_servers as server_pool
-from spectrain.engines.vllm.generate_and_capture import _CapturingClient
+from spectrain.engines.conversations import Dialogue
+from spectrain.engines.vllm import args as vllm_args
+from spectrain.engines.vllm import generate_and_capture
+from spectrain.engines.vllm import open_vllm as opening
+from spectrain.engines.vllm.generate_and_capture import OnePass
 from spectrain.engines.vllm.open_vllm import open_vllm
 from spectrain.engines.vllm.requests import Request
 from spectrain.errors import ConfigError, RunError
@@ -26,7 +29,7 @@ TARGET = TargetConfig(path="some/target", max_length=200)
 
 
 def opened(tmp_path, extra_args=None, **engine):
-    config = EngineConfig(name="vllm_server", **engine)
+    config = EngineConfig(**{"name": "vllm_server", **engine})
     return open_vllm(config, TARGET, tmp_path / "folder", tmp_path / "logs", "generate", extra_args or {})
 
 
@@ -64,7 +67,7 @@ def test_running_servers_do_not_capture(command, one_pass):
     config = SpectrainConfig(
         target=TargetConfig(path="some/target"),
         data=DataConfig(train=("prompts.jsonl",)),
-        engine=EngineConfig(name="vllm_server", urls=("http://host",)),
+        engine=EngineConfig(name="vllm_server", urls=("http://server",)),
         capture=CaptureConfig(during_generation=one_pass),
     )
     with pytest.raises(ConfigError, match="do not hand out hidden states"):
@@ -77,6 +80,9 @@ def started(monkeypatch):
     servers = []
 
     class Recorded:
+        exit_code = None
+        socket = Path("none")
+
         def __init__(self, name, command, environment, log):
             self.name = name
             self.given = (name, command, environment, log)
@@ -87,7 +93,7 @@ def started(monkeypatch):
             self.events.append("start")
 
         def wait_ready(self, end_s):
-            if self is servers[1]:
+            if servers.index(self) == 1:
                 raise RunError("did not come up")
 
         def end(self):
@@ -96,14 +102,14 @@ def started(monkeypatch):
         def stop(self):
             self.events.append("stop")
 
-    monkeypatch.setattr(server_pool, "ServerProcess", Recorded)
-    monkeypatch.setattr(vllm_options, "vllm_version", lambda: "0.32.0+cpu")
-    monkeypatch.setattr(vllm_options, "_cores", lambda: [0, 1, 2, 3])
+    monkeypatch.setattr(opening, "ServerProcess", Recorded)
+    monkeypatch.setattr(vllm_args, "vllm_version", lambda: "0.32.0+cpu")
+    monkeypatch.setattr(vllm_args, "_cores", lambda: [0, 1, 2, 3])
     for name in ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND"):
         monkeypatch.delenv(name, raising=False)
-    vllm_options.is_cpu_build.cache_clear()
+    vllm_args.is_cpu_build.cache_clear()
     yield servers
-    vllm_options.is_cpu_build.cache_clear()
+    vllm_args.is_cpu_build.cache_clear()
 
 
 def test_replicas_get_their_arguments_devices_cores_and_logs(started, tmp_path):
@@ -132,13 +138,74 @@ def test_capture_asks_for_no_rounds(started, tmp_path):
     assert isinstance(started[0].given[3], Path)
 
 
-def test_one_pass_is_given_no_more_than_the_servers_that_are_left_take():
-    pool = SimpleNamespace(capacity=8)
-    client = object.__new__(_CapturingClient)
-    client._client = pool
-    assert client.capacity == 8
-    pool.capacity = 4
-    assert client.capacity == 4
+def test_data_parallel_ranks_are_one_server_that_gets_enough_to_do(started, tmp_path):
+    pool = opened(tmp_path, name="vllm", data_parallel_size=2, max_num_seqs=8, replicas=3, urls=("http://other",))
+    pool.close()
+    (server,) = started
+    _, command, environment, log = server.given
+    assert dict(pairwise(command))["--data-parallel-size"] == "2"
+    assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in environment
+    assert log == tmp_path / "logs/vllm-generate-1.log"
+    assert pool.capacity >= 2 * 8
+
+
+@pytest.mark.parametrize("name", ["vllm", "vllm_server"])
+def test_the_ids_of_drafts_come_from_a_child_process_with_one_rank(name, started, tmp_path, monkeypatch):
+    monkeypatch.setattr(opening, "VLLMProcess", lambda *given: given)
+    config = EngineConfig(name=name, data_parallel_size=2, replicas=2)
+    engine, args, log, record_rounds = open_vllm(
+        config, TARGET, tmp_path / "folder", tmp_path, "parity", {}, record_rounds=True
+    )
+    assert (args["data_parallel_size"], engine.data_parallel_size, record_rounds) == (1, 1, True)
+    assert log == tmp_path / "vllm-parity.log"
+    assert started == []
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("generation failed")])
+def test_one_pass_waits_for_hidden_states_unless_generation_fails(error, monkeypatch, tmp_path, capsys):
+    events = []
+    session = SimpleNamespace(check=lambda: events.append("checked"))
+
+    @contextmanager
+    def running(plan, folder, purpose, prompts):
+        try:
+            yield "client", session
+        finally:
+            events.append("closed")
+
+    def arrived(waited_for, keys):
+        assert waited_for is session
+        events.append(sorted(keys))
+        return {"late"}
+
+    monkeypatch.setattr(generate_and_capture, "await_arrival", arrived)
+    capturing = SimpleNamespace(running=running, plan=lambda meta, shard_bytes: (meta, shard_bytes))
+    one_pass = OnePass(capturing, "meta", 1000, tmp_path, [])
+
+    def dialogue(key, turns, turn, mask):
+        conversation = Conversation(id=key, turns=("a",) * turns)
+        return Dialogue(conversation, "train", key, [0] * len(mask), mask, turn)
+
+    def generation():
+        with one_pass.open_vllm("generate", {}) as client:
+            assert client == "client"
+            assert one_pass.states_for(dialogue("two turns", 2, 0, [0, 0])) is None
+            described = one_pass.states_for(dialogue("two turns", 2, 1, [0, 0, 1, 1, 0]))
+            assert described == {
+                "spectrain": {"key": "two turns", "split": "train", "generated": [[2, 4]], "last_id": None}
+            }
+            one_pass.states_for(dialogue("one turn", 1, 0, [0]))
+            if error:
+                raise error
+
+    if error:
+        with pytest.raises(RuntimeError):
+            generation()
+        assert events == ["checked"] * 3 + ["closed"]
+    else:
+        generation()
+        assert events == ["checked"] * 3 + [["one turn", "two turns"], "closed"]
+        assert "1 documents did not arrive" in capsys.readouterr().err.replace("\n", " ")
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
-"""What is said over HTTP: a ``Request`` as vLLM's ``/v1/completions`` takes it, its reply as an ``Answer``, and which
-model a server has.
+"""What is said over HTTP: a ``Request`` as vLLM's ``/v1/completions`` takes it, its reply as a ``Completion``, and
+which model a server has.
 
-Token ids go in and come back (``return_token_ids``); the text that a server sends along is never looked at. Facts are
-those of vLLM 0.32 (``vllm/entrypoints/openai/completion/protocol.py``).
+Token ids go in and come back (``return_token_ids``); the text that a server sends along is never looked at. The fields
+are those of vLLM 0.32 (``vllm/entrypoints/openai/completion/protocol.py``).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx2
 
-from spectrain.engines.vllm.requests import Answer, ReportedRound, Request
+from spectrain.engines.vllm.requests import Completion, ReportedRound, Request
 from spectrain.errors import ConfigError, RunError
 
 _PATIENCE_S = 20.0
@@ -33,8 +33,7 @@ def completion_body(model: str, request: Request) -> dict[str, Any]:
         "repetition_penalty": 1.0,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
-        # The end tokens are ours, so that every engine stops alike; vLLM gives the one that ended an answer back with
-        # it.
+        # The end tokens are ours, so that every engine stops alike; vLLM gives back the one that ended an answer.
         "stop_token_ids": list(request.stop_ids),
         "ignore_eos": True,
         "return_token_ids": True,
@@ -46,12 +45,12 @@ def completion_body(model: str, request: Request) -> dict[str, Any]:
     return body
 
 
-class InterruptedAnswerError(Exception):
+class InterruptedRequestError(Exception):
     """The server gave the request up half-way, as it does when it is told to end: ask again, or elsewhere."""
 
 
-def parse_answer(request: Request, reply: Any, seconds: float) -> Answer:
-    """The answer in a reply with status 200. Raises InterruptedAnswerError, or RunError where it is no answer to
+def parse_completion(request: Request, reply: Any, seconds: float) -> Completion:
+    """What a reply with status 200 holds. Raises InterruptedRequestError, or RunError where it does not complete
     ``request``.
     """
     try:
@@ -62,7 +61,7 @@ def parse_answer(request: Request, reply: Any, seconds: float) -> Answer:
     except (KeyError, IndexError, TypeError, AttributeError):
         ids = prompt_ids = reason = None
     if reason in ("abort", "error"):
-        raise InterruptedAnswerError(f"finish reason {reason}")
+        raise InterruptedRequestError(f"finish reason {reason}")
     if not ids or reason not in ("stop", "length"):
         raise RunError(
             f"the server's answer has no token ids or no finish reason ({reason}): a vLLM server of version 0.32 is "
@@ -70,7 +69,7 @@ def parse_answer(request: Request, reply: Any, seconds: float) -> Answer:
         )
     if prompt_ids != request.prompt_ids:
         raise RunError("the server answered another prompt than it was sent: it must not add or cut tokens")
-    return Answer(request.id, ids, reason, seconds, _rounds(speculation), kv_params.get("hidden_states_path"))
+    return Completion(request.id, ids, reason, seconds, _rounds(speculation), kv_params.get("hidden_states_path"))
 
 
 def _rounds(speculation: Mapping[str, Any]) -> list[ReportedRound]:
@@ -110,21 +109,21 @@ def check_server_model(url: str, names: Collection[str], max_length: int) -> str
         ) from error
     try:
         models = response.json()["data"] if response.status_code == 200 else []
-        served = {model["id"]: model for model in models}
+        offered = {model["id"]: model for model in models}
     except (ValueError, KeyError, TypeError):
-        served = {}
-    if not served:
+        offered = {}
+    if not offered:
         raise ConfigError(
             f"engine.urls: {url} is no server of models ({error_text(response)}): give the address of a vLLM server"
         )
-    found = next((name for name, model in served.items() if name in names or model.get("root") in names), None)
+    found = next((name for name, model in offered.items() if name in names or model.get("root") in names), None)
     if found is None:
         wanted = next(iter(names))
         raise ConfigError(
-            f"engine.urls: {url} serves {', '.join(served)}, not {wanted}: start it with that model, or with "
+            f"engine.urls: {url} serves {', '.join(offered)}, not {wanted}: start it with that model, or with "
             f"--served-model-name {wanted} if it is the same one"
         )
-    longest = served[found].get("max_model_len")
+    longest = offered[found].get("max_model_len")
     if isinstance(longest, int) and longest < max_length:
         raise ConfigError(
             f"engine.urls: {url} takes {longest} tokens, fewer than target.max_length={max_length}: start it with "

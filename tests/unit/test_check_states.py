@@ -1,5 +1,5 @@
-"""The self-check of a served target's states: passes for the target's own, names the layer and the position
-for others.
+"""The self-check of what vLLM captures: passes for the target's own hidden states, names the layer and the position for
+others. (That of the embedded engine: ``test_hf_engine.py``.)
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from tiny import tiny_target
 
 from spectrain.config.schema import EngineConfig, TargetConfig
 from spectrain.data.hidden_states import TargetStates, as_stored
-from spectrain.engines.vllm.check_states_vllm import CheckDocument, SelfCheck
+from spectrain.engines.check_states import CheckDocument, SelfCheck
 from spectrain.errors import RunError
 from spectrain.target.model import TargetModel
 from spectrain.target.resolve import ResolvedTarget, resolve_target
@@ -141,7 +141,7 @@ def test_a_target_that_does_not_fit_or_is_quantised_is_checked_by_its_tokens(
     target: tuple[TargetConfig, ResolvedTarget], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert SelfCheck(EngineConfig(quantization="fp8"), *target, TAPS, "float32").method == "greedy"
-    monkeypatch.setattr("spectrain.engines.vllm.check_states_vllm._free_memory", lambda: 1000)
+    monkeypatch.setattr("spectrain.engines.check_states._free_memory", lambda: 1000)
     made = SelfCheck(EngineConfig(), *target, TAPS, "float32")
     monkeypatch.setattr(TargetModel, "load", lambda *args: pytest.fail("the model was loaded"))
     made.prepare(DOCUMENTS)

@@ -1,8 +1,8 @@
-"""Folders in the layouts of other projects, served by the real vLLM as they are: what we read is what it reads, ids of
+"""Folders in the layouts of other projects, run by the real vLLM as they are: what we read is what it reads, ids of
 layers included.
 
-Two reference implementations: vLLM itself drafts from the folder what our loop drafts with the drafter that
-``layouts.py`` made of it; and its readers of configurations give the same taps, switches and kinds of attention.
+Two reference implementations: vLLM itself drafts from the folder what our loop drafts with the drafter that was read
+from it; and its readers of configurations give the same taps, switches and kinds of attention.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import pytest
 from block_tools import DSPARK, BlockOptions, random_block_drafter
 from drafter_tools import Options, random_drafter
 from foreign_layouts import deepspec_dspark, eagle3, write, zlab_dflash
-from parity_tools import DRAFTS, Family, decoded_by_vllm, job, run_jobs, train
+from parity_tools import DRAFTS, Family, decoded_by_vllm, job, train
+from rounds_process import RoundsProcess
 from test_block_parity import trained
-from vllm_tools import vllm_engine, vllm_environment
 
 from spectrain.config.drafter_schema import BlockConfig, DrafterConfig
 from spectrain.drafters.drafter import Drafter
@@ -32,7 +32,7 @@ Bench = tuple[Family, dict[str, Drafter], dict[str, dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+def bench(tmp_path_factory: pytest.TempPathFactory, rounds_process: RoundsProcess) -> Bench:
     folder: Path = tmp_path_factory.mktemp("layouts")
     family = Family.make("llama", folder / "target")
     dflash = DrafterConfig("dflash", taps=(1, 4, 7), num_layers=2, block=BlockConfig(block_size=DRAFTS + 1))
@@ -56,7 +56,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     drafters = {
         name: load_drafter(path, family.model.spec.default_taps()).attach(head) for name, path in folders.items()
     }
-    return family, drafters, run_jobs(jobs, folder / "vllm.log", vllm_engine(environment=vllm_environment()))
+    return family, drafters, rounds_process.run(jobs)
 
 
 @pytest.mark.parametrize("name", ["eagle3", "eagle3 with ids", "dflash"])
