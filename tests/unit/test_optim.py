@@ -11,9 +11,9 @@ import pytest
 import torch
 from block_tools import DFLASH2, DSPARK, BlockOptions, random_block_drafter
 from drafter_tools import Options, random_drafter, tensors_of
-from spectrain.drafters.base import Drafter
 
 from spectrain.config.schema import TrainerConfig
+from spectrain.drafters.drafter import Drafter
 from spectrain.training.optim import Muon, build_optimizers, lr_factor, orthogonalise, set_learning_rates
 
 

@@ -6,7 +6,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from spectrain.drafters.base import DraftScores
 
 from spectrain.data.packing import PackedBatch
 from spectrain.decoding.acceptance import Round, acceptance
@@ -17,6 +16,7 @@ from spectrain.decoding.simulate import (
     expected_acceptance_by_length,
     simulate,
 )
+from spectrain.drafters.drafter import DraftScores
 from spectrain.training.simulated_acceptance import document_spans
 
 
