@@ -119,11 +119,15 @@ class DrafterConfig(Section, name="drafter"):
         "eagle3", "kind of drafter: eagle3, dflash, dspark, dflash2, or one that drafter.module registers"
     )
     module: str | None = key(
-        None, "Python module that registers a kind of drafter of your own, such as my_pkg.my_drafter"
+        None,
+        "Python module that registers a kind of drafter of your own; null: the kinds that ship, and those of "
+        "installed packages",
+        example="my_pkg.my_drafter",
     )
     path: str | None = key(
         None,
-        "folder to measure (eval), or to train further (fit: its shape, taps and vocabulary stay, init does not run)",
+        "folder to measure (eval), or to train further (fit: its shape, taps and vocabulary stay, init does not run); "
+        "null: the run's own drafter, and a fresh one for fit",
     )
     taps: tuple[int, ...] | None = key(
         None,

@@ -64,7 +64,8 @@ def _from_speculators(config: dict[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(layer, dict) or method is None or not method.trainable:
         return standard  # whoever reads it says what is wrong
     refuse_unknown_arithmetic(config, layer, where=where)
-    standard["transformer_layer_config"] = {**layer, "rope_parameters": rope(layer, where, method.default_theta)}
+    if "num_attention_heads" in layer:  # a kind of one's own may have no attention
+        standard["transformer_layer_config"] = {**layer, "rope_parameters": rope(layer, where, method.default_theta)}
     if "hidden_size" in layer:
         refuse_other_width(config.get("target_hidden_size"), layer["hidden_size"], where)
     if standard.get(method.taps_field):

@@ -28,9 +28,8 @@ class ServingConfig:
 
     path: the folder, or the Hub id. revision: commit of a Hub repository. method: as in the configuration (eagle3,
     dflash, …). num_speculative_tokens: the number of drafts it asks for. most_tokens: more than so many it cannot
-    draft;
-    None: no limit. target, target_revision: what it was trained for, where that is known. vocab_size, hidden_size,
-    last_tap: of that target; last_tap is the deepest layer whose output is read.
+    draft; None: no limit. target, target_revision: what it was trained for, where that is known. vocab_size,
+    hidden_size, last_tap: of that target; last_tap is the deepest layer whose output is read.
     """
 
     path: str
@@ -50,15 +49,20 @@ class ServingConfig:
         method = known_method(self.method)
         return method is not None and method.drafts_step_by_step
 
+    @property
+    def known_to_vllm(self) -> bool:
+        """Whether vLLM has such a kind of drafter. What this version knows nothing of is vLLM's business alone."""
+        method = known_method(self.method)
+        return method is None or method.speculative_config is not None
+
     def speculative_config(self, num_speculative_tokens: int | None = None) -> dict[str, Any]:
         """vLLM's ``speculative_config`` with this drafter. None: the number of drafts that it asks for.
 
         Raises ConfigError for a kind of drafter that vLLM does not have.
         """
         method = known_method(self.method)
-        if method is not None and method.speculative_config is None:
-            raise ConfigError(f"drafter {self.path}: vLLM has no {method.label} drafters, use engine=hf")
-        # What this version knows nothing of is vLLM's business alone.
+        if not self.known_to_vllm:
+            raise ConfigError(f"drafter {self.path}: vLLM has no {self.method} drafters, use engine=hf")
         told = {"method": self.method} if method is None else dict(method.speculative_config or {})
         config: dict[str, Any] = {"model": self.path, **told}
         if self.revision is not None:

@@ -44,6 +44,10 @@ def check_kind(config: SpectrainConfig, command: Command, given: Set[str] = froz
         raise ConfigError(f"drafter.method={method.name}: this version serves such drafters, it does not train them")
     _refuse_sections_of_others(method, given)
     method.check(config.drafter)
+    if command.measures and config.engine.name != "hf" and method.speculative_config is None:
+        raise ConfigError(
+            f"engine={config.engine.name}: vLLM has no {method.name} drafters, measure this one with engine=hf"
+        )
     _check_loss(config)
     _check_policies(config, command, method)
     most, wanted = method.max_drafts(config.drafter), config.decoding.num_speculative_tokens

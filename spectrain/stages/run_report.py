@@ -173,7 +173,10 @@ def _step_costs(context: Context) -> list[tuple[str, list[tuple[int, float]]]]:
 
 def _serve_commands(context: Context) -> list[ServeCommand]:
     folder = str(context.measured_drafter.resolve())
-    speculation = read_serving_config(folder).speculative_config(context.config.decoding.num_speculative_tokens)
+    drafter = read_serving_config(folder)
+    if not drafter.known_to_vllm:
+        return []
+    speculation = drafter.speculative_config(context.config.decoding.num_speculative_tokens)
     target, settings = shlex.quote(context.target_for_vllm), shlex.quote(json.dumps(speculation))
     return [
         ServeCommand(
