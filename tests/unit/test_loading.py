@@ -109,7 +109,6 @@ def test_a_group_chosen_anew_starts_from_its_own_defaults(tmp_path):
             "trainer.epochs=${trainer.nothing}",
             "cannot compose the configuration: Interpolation key 'trainer.nothing' not found",
         ),
-        ("drafter.loss.weights.mse=1", "drafter.loss.weights.mse: loss name mse is unknown: use one of ce, kl, tv, lk"),
         ("sampling=hot", "sampling is a section"),
     ],
 )
@@ -293,7 +292,9 @@ def test_a_job_that_fails_says_so_in_one_line_and_with_its_own_exit_code(capsys,
     assert [line for line in capsys.readouterr().err.splitlines() if not line.startswith("run.dir=")] == [
         "error: broke in the middle"
     ]
-    assert (sys.argv, dict(os.environ)) == before
+    changed = {name for name, value in os.environ.items() if before[1].get(name) != value}
+    changed = {name for name in changed if not name.startswith("TORCH")}  # its import sets some
+    assert (sys.argv, changed) == (before[0], set())
 
 
 @pytest.mark.parametrize(
