@@ -20,7 +20,7 @@ from spectrain.data.hidden_states_shard import ShardBuffer
 from spectrain.data.hidden_states_writer import HiddenStatesWriter
 from spectrain.data.prompts import Conversation
 from spectrain.data.responses import Response, Sampling
-from spectrain.engines.vllm.adopt_states import META, Adopter, Session, has_leftovers
+from spectrain.engines.vllm.adopt_states import META, Adopter, AdoptionThread, Session, has_leftovers
 from spectrain.engines.vllm.shard_thread import CopiedDocument, ShardWriter
 from spectrain.errors import RunError
 
@@ -190,6 +190,50 @@ def test_a_state_that_is_not_finite_is_named_and_not_stored(tmp_path: Path, dtyp
     with pytest.raises(RunError, match="computed taps that are not finite for response key-1"):
         adopting.adopt(path)
     assert not list(tmp_path.glob("shard-*"))
+
+
+def test_shards_are_adopted_while_others_come_and_the_last_ones_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spectrain.engines.vllm.adopt_states._LOOK_S", 0.0)
+    meta, responses = make_meta(), [make_response(n, 7) for n in range(3)]
+    session = Session(tmp_path, meta)
+    writer, adopting = adopter(tmp_path, responses, meta)
+    with AdoptionThread(session, adopting) as adoption:
+        leave_shard(session.folder, meta, [document(responses[0])], "w-0")
+        adoption.look()
+        assert wait_for(lambda: writer.done_keys() == {"key-0"})
+        leave_shard(session.folder, meta, [document(responses[1]), document(responses[2])], "w-1")
+    assert session.shards() == [] and session.arrived() == {"key-0", "key-1", "key-2"}
+    writer.close()
+    assert_stored(StoredHiddenStates(tmp_path), responses)
+
+
+@pytest.mark.parametrize("when", ["while vLLM works", "at the end"])
+def test_what_cannot_be_adopted_ends_the_capture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    monkeypatch.setattr("spectrain.engines.vllm.adopt_states._LOOK_S", 0.0)
+    meta, response = make_meta(), make_response(0, 7)
+    session = Session(tmp_path, meta)
+    broken = captured(response)
+    broken[3, 0, 5] = torch.nan
+    _, adopting = adopter(tmp_path, [response], meta)
+    leave_shard(session.folder, meta, [document(response, broken)])
+
+    def capture() -> None:
+        with AdoptionThread(session, adopting) as adoption:
+            while when != "at the end":
+                adoption.look()
+
+    with pytest.raises(RunError, match="not finite"):
+        capture()
+
+
+def test_without_an_adopter_shards_are_left_where_they_are(tmp_path: Path) -> None:
+    meta, response = make_meta(), make_response(0, 7)
+    session = Session(tmp_path, meta)
+    with AdoptionThread(session, None):
+        leave_shard(session.folder, meta, [document(response)])
+    assert len(session.shards()) == 1
 
 
 def put(writer: ShardWriter, response: Response, event: object = None) -> None:

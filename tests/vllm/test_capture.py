@@ -229,7 +229,7 @@ def group_members(group: int) -> list[int]:
 def test_a_capture_that_is_killed_goes_on_and_repeats_nothing(llama_folder: Path, tmp_path: Path) -> None:
     here = Path(__file__).parent
     code = CAPTURE_AND_DIE.format(tests=str(here.parent), here=str(here), folder=str(llama_folder), work=str(tmp_path))
-    killed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    killed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=900, check=False)
     assert killed.returncode == -signal.SIGKILL, killed.stderr[-2000:]
     group = int(killed.stdout)
     until = time.monotonic() + 30

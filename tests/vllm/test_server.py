@@ -26,7 +26,7 @@ from spectrain.engines.vllm.open_vllm import open_vllm
 from spectrain.target.model import TargetModel
 from spectrain.target.resolve import resolve_target
 
-PATIENCE_S = 240.0
+PATIENCE_S = 900.0
 MAX_LENGTH = 160
 
 

@@ -29,7 +29,7 @@ def vllm_environment(**variables: str) -> dict[str, str]:
 
 def vllm_engine(args: dict[str, Any] | None = None, **fields: Any) -> EngineConfig:
     """``engine=vllm`` for a tiny target. ``args``: engine arguments of vLLM."""
-    given = {"name": "vllm", "max_num_seqs": 8, "startup_timeout_s": 300.0, "environment": vllm_environment()}
+    given = {"name": "vllm", "max_num_seqs": 8, "startup_timeout_s": 900.0, "environment": vllm_environment()}
     return EngineConfig(**{**given, **fields}, args={"max_num_batched_tokens": 512, **(args or {})})
 
 

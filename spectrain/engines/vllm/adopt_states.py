@@ -39,6 +39,7 @@ from spectrain.target.head import TargetHead
 
 FOLDER = ".incoming"
 FLUSH, ERROR_SUFFIX, META = "flush", ".error", "meta"
+PARAMS = "spectrain"  # the name under which a request describes its document to the connector
 _CHUNK_TOKENS = 4096
 _LOOK_S = 0.5
 

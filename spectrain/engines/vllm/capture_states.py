@@ -30,7 +30,14 @@ from spectrain.data.loss_mask import generated_ranges, mask_of_ranges, predicts_
 from spectrain.data.responses import Response
 from spectrain.engines.check_states import CheckDocument, SelfCheck, check_prefixes
 from spectrain.engines.hf_capture import stored_log_normalizer
-from spectrain.engines.vllm.adopt_states import Adopter, AdoptionThread, Session, has_leftovers, remove_leftovers
+from spectrain.engines.vllm.adopt_states import (
+    PARAMS,
+    Adopter,
+    AdoptionThread,
+    Session,
+    has_leftovers,
+    remove_leftovers,
+)
 from spectrain.engines.vllm.requests import Completion, OpenVLLM, Request, VLLMClient, completions, completions_in_order
 from spectrain.errors import RunError
 from spectrain.target.head import TargetHead
@@ -38,7 +45,6 @@ from spectrain.target.model import choose_device
 from spectrain.target.resolve import ResolvedTarget
 from spectrain.target.spec import TargetSpec
 
-PARAMS = "spectrain"  # where the connector looks for the description of a document
 _FLUSH_S, _PATIENCE_S = 1.0, 60.0
 _ATTEMPTS = 3  # to have a document's hidden states
 _HEADROOM_BYTES = 1 << 30

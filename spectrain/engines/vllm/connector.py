@@ -44,9 +44,9 @@ from vllm.v1.request import RequestStatus
 
 from spectrain.data.hidden_states import StoreMeta
 from spectrain.data.loss_mask import mask_of_ranges
+from spectrain.engines.vllm.adopt_states import PARAMS
 from spectrain.engines.vllm.shard_thread import CopiedDocument, ShardWriter
 
-PARAMS = "spectrain"  # the name under which a request describes its document
 _ANSWERED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
 
