@@ -1,0 +1,5 @@
+"""x"""
+
+from mutation import Mutation
+
+MUTATIONS: tuple[Mutation, ...] = ()
