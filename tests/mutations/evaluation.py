@@ -2,6 +2,12 @@
 
 from mutation import Mutation
 
+EVALUATION = "spectrain/evaluation/"
+RECORDS = "tests/unit/test_records.py"
+ACCEPTANCE = "tests/unit/test_acceptance.py"
+PARITY = "tests/unit/test_parity.py"
+RECOMMEND = "tests/unit/test_recommend.py"
+
 MUTATIONS = (
     Mutation(
         "last hidden state replayed before the final norm",
@@ -37,5 +43,173 @@ MUTATIONS = (
         ' and record.draft_policy == "fixed"',
         "",
         ("tests/unit/test_recommend.py",),
+    ),
+    Mutation(
+        "only the length of answers is compared with the baseline's",
+        EVALUATION + "records.py",
+        "list(ours.output_ids) == list(theirs.output_ids)",
+        "len(ours.output_ids) == len(theirs.output_ids)",
+        (RECORDS,),
+    ),
+    Mutation(
+        "speed-up of answers of different lengths",
+        EVALUATION + "records.py",
+        "theirs.seconds * len(ours.output_ids) / len(theirs.output_ids)",
+        "theirs.seconds",
+        (RECORDS,),
+    ),
+    Mutation(
+        "prompts that share a time are drawn one by one",
+        EVALUATION + "records.py",
+        'unit = ("alone", ours.key) if ours.batch is None else ("batch", ours.batch)',
+        'unit = ("alone", ours.key)',
+        (RECORDS,),
+    ),
+    Mutation(
+        "temperature rounded in the name of a measurement",
+        EVALUATION + "records.py",
+        'f"t{temperature:g}"',
+        'f"t{temperature:.0f}"',
+        (RECORDS,),
+    ),
+    Mutation(
+        "concurrency left out of the name of a measurement",
+        EVALUATION + "records.py",
+        "    if concurrency > 1:\n",
+        "    if concurrency > 8:\n",
+        (RECORDS,),
+    ),
+    Mutation(
+        "baselines sorted behind drafters",
+        EVALUATION + "records.py",
+        "methods.get(r.method, 2)",
+        "-methods.get(r.method, 2)",
+        (RECORDS,),
+    ),
+    Mutation(
+        "acceptance length as a mean of prompts",
+        "spectrain/decoding/acceptance.py",
+        "mean_accepted = _ratio(int(accepted.sum()), len(flat))",
+        "mean_accepted = float(np.mean([np.mean([r.accepted for r in one]) for one in complete if one] or [np.nan]))",
+        (ACCEPTANCE,),
+    ),
+    Mutation(
+        "conditional acceptance among rounds that drafted no further",
+        "spectrain/decoding/acceptance.py",
+        "((accepted >= j) & (drafted > j))",
+        "(accepted >= j)",
+        (ACCEPTANCE,),
+    ),
+    Mutation(
+        "the interval of the acceptance length without the bonus token",
+        "spectrain/decoding/acceptance.py",
+        "(1.0 + interval[0], 1.0 + interval[1])",
+        "interval",
+        (ACCEPTANCE,),
+    ),
+    Mutation(
+        "an interval that is another one each time",
+        "spectrain/decoding/acceptance.py",
+        "counts = np.random.default_rng(seed).multinomial",
+        "counts = np.random.default_rng().multinomial",
+        (ACCEPTANCE,),
+    ),
+    Mutation(
+        "an interval of 90 percent called 95",
+        "spectrain/decoding/acceptance.py",
+        "[(1 - confidence) / 2, (1 + confidence) / 2]",
+        "[1 - confidence, confidence]",
+        (ACCEPTANCE,),
+    ),
+    Mutation(
+        "an interval that resamples accepted drafts but not rounds",
+        "spectrain/decoding/acceptance.py",
+        "ratios = (counts @ top) / (counts @ bottom)",
+        "ratios = (counts @ top) / bottom.sum()",
+        (ACCEPTANCE,),
+    ),
+    Mutation(
+        "every difference is a near-tie",
+        EVALUATION + "parity.py",
+        "return self.gap <= self.tolerance",
+        "return self.gap < math.inf",
+        (PARITY,),
+    ),
+    Mutation(
+        "nothing compared is parity",
+        EVALUATION + "parity.py",
+        "return self.rounds > 0 and not self.different",
+        "return not self.different",
+        (PARITY,),
+    ),
+    Mutation(
+        "near-ties alone are parity",
+        EVALUATION + "parity.py",
+        "and self.equal >= LEAST_EQUAL * self.rounds",
+        "",
+        (PARITY,),
+    ),
+    Mutation(
+        "drafts compared up to the first that was rejected",
+        EVALUATION + "parity.py",
+        "slot = _common_prefix(drafts, theirs.drafts)",
+        "slot = _common_prefix(drafts, theirs.drafts[: theirs.accepted])",
+        (PARITY,),
+    ),
+    Mutation(
+        "how many drafts were accepted is not compared",
+        EVALUATION + "parity.py",
+        "\n            and self.ours_at[theirs.anchor].accepted == theirs.accepted",
+        "",
+        (PARITY,),
+    ),
+    Mutation(
+        "a shorter round keeps one share too many",
+        EVALUATION + "recommend.py",
+        "(1.0 + sum(shares[:m]))",
+        "(1.0 + sum(shares[: m + 1]))",
+        (RECOMMEND,),
+    ),
+    Mutation(
+        "an estimate beats a measurement",
+        EVALUATION + "recommend.py",
+        "_shorter(group[source], gains[source]) | gains",
+        "gains | _shorter(group[source], gains[source])",
+        (RECOMMEND,),
+    ),
+    Mutation(
+        "conversations decoded together pay for a pass each",
+        EVALUATION + "recommend.py",
+        "record.concurrency / record.baseline_tokens_per_s",
+        "1 / record.baseline_tokens_per_s",
+        (RECOMMEND,),
+    ),
+    Mutation(
+        "figures of different temperatures compared",
+        EVALUATION + "recommend.py",
+        "(record.engine, record.suite, record.temperature, record.top_p,",
+        "(record.engine, record.suite, record.top_p,",
+        (RECOMMEND,),
+    ),
+    Mutation(
+        "of equally fast numbers of drafts the larger one",
+        EVALUATION + "recommend.py",
+        "best = min(gains, key=lambda n: (-gains[n], n))",
+        "best = min(gains, key=lambda n: (-gains[n], -n))",
+        (RECOMMEND,),
+    ),
+    Mutation(
+        "a suite takes the first prompts of a sorted file",
+        EVALUATION + "suites.py",
+        "items[i * len(items) // count]",
+        "items[i]",
+        ("tests/unit/test_suites.py",),
+    ),
+    Mutation(
+        "of equal prompts the last wins",
+        EVALUATION + "suites.py",
+        "for c in reversed(conversations)}",
+        "for c in conversations}",
+        ("tests/unit/test_suites.py",),
     ),
 )

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Mutation:
-    """``old`` must occur exactly once in ``file`` and becomes ``new``. ``tests``: what should fail then, files or single
-    tests.
+    """``old`` must occur exactly once in ``file`` and becomes ``new``. ``tests``: files or single tests, one of which
+    should fail then.
     """
 
     name: str
