@@ -1,5 +1,5 @@
-"""Puts this folder on the import path (``from tiny import …``), keeps torch to one thread, so that tests may run side by
-side, and leaves out what needs vLLM where there is none.
+"""Puts this folder on the import path (``from tiny import …``), keeps torch to one thread, so that tests may run
+side by side, and leaves out what needs vLLM where there is none.
 """
 
 import importlib.util
