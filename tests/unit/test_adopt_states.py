@@ -162,6 +162,18 @@ def test_leftovers_are_adopted_document_by_document(tmp_path: Path) -> None:
     assert not (tmp_path / ".incoming").exists()
 
 
+def test_a_document_that_a_shard_holds_twice_is_adopted_once(tmp_path: Path) -> None:
+    """As after a request that was sent again."""
+    meta, responses = make_meta(), [make_response(n, 6 + n) for n in range(2)]
+    session = Session(tmp_path, meta)
+    twice = [document(responses[0]), document(responses[1]), document(responses[0])]
+    path = leave_shard(session.folder, meta, twice)
+    writer, adopting = adopter(tmp_path, responses, meta)
+    assert adopting.adopt(path) == 6 + 7
+    writer.close()
+    assert_stored(StoredHiddenStates(tmp_path), responses)
+
+
 def test_adopted_shards_survive_the_next_writer_and_unlisted_ones_do_not(tmp_path: Path) -> None:
     meta, responses = make_meta(), [make_response(n, 7) for n in range(3)]
     session = Session(tmp_path, meta)

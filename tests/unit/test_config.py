@@ -83,6 +83,7 @@ def test_unknown_keys_are_errors_with_a_suggestion(values, message):
         {"drafter": {"taps": []}},
         {"drafter": {"taps": [1, 1]}},
         {"drafter": {"taps": [-1]}},
+        {"drafter": {"taps": [1, -1]}},
         {"sampling": {"temperature": -0.1}},
         {"sampling": {"top_p": 0.0}},
         {"data": {"heldout_fraction": 1.0}},

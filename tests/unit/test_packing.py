@@ -36,6 +36,11 @@ def test_rows_are_well_filled(lengths: list[int], seed: int) -> None:
     assert sum(sum(lengths[d] for d in row) <= 16 for row in rows) <= 1
 
 
+@pytest.mark.parametrize(("length", "count", "rows"), [(16, 20, 10), (8, 20, 5), (32, 3, 3)])
+def test_documents_that_fit_exactly_share_a_row(length: int, count: int, rows: int) -> None:
+    assert len(pack_rows([length] * count, 32, seed=0, epoch=0)) == rows
+
+
 def test_epochs_and_seeds_shuffle() -> None:
     lengths = [5, 9, 13, 7, 11, 6, 8, 12, 10, 4] * 3
     one = pack_rows(lengths, 30, seed=0, epoch=0)

@@ -11,13 +11,13 @@ from drafter_tools import Options
 from parity_tools import DRAFTS, Family, as_rounds, train
 
 from spectrain.data.vocab import DraftVocab
-from spectrain.decoding.acceptance import Round
+from spectrain.decoding.acceptance import Round, acceptance
 from spectrain.decoding.proposers import Observation, Proposal
 from spectrain.drafters.autoregressive.eagle3 import Eagle3
 from spectrain.engines.vllm.requests import Completion, ReportedRound, placed_rounds
 from spectrain.errors import RunError
 from spectrain.evaluation.diagnosis import Misreading, diagnose, misreadings
-from spectrain.evaluation.parity import DecodedPrompt, compare
+from spectrain.evaluation.parity import DecodedPrompt, Difference, ParityReport, compare
 from spectrain.evaluation.replay import Follower, Text
 
 ALL_ON = Options(
@@ -152,6 +152,15 @@ def test_a_text_of_another_target_is_the_targets_difference(
 def test_nothing_compared_is_no_parity(family: Family, drafter: Eagle3, ours: list[DecodedPrompt]) -> None:
     report = compare(family.model, drafter, ours[:1], [replace(ours[0], rounds=[])], DRAFTS)
     assert not report.passed and "nothing was compared" in report.reason()
+
+
+@pytest.mark.parametrize(("equal", "passed"), [(90, True), (89, False)])
+def test_near_ties_are_no_parity_where_there_are_too_many(equal: int, passed: bool) -> None:
+    figures = acceptance([[Round(0, 3, 1)]])
+    tie = Difference(0, 0, 5, "draft", 1, ours=7, theirs=8, gap=0.1, tolerance=0.2)
+    report = ParityReport(100, equal, 0, (tie,) * (100 - equal), (), figures, figures)
+    assert tie.tie and report.passed is passed
+    assert (f"only {equal} of 100 rounds are equal" in report.reason()) is not passed
 
 
 class HiddenReader:

@@ -18,8 +18,6 @@ from spectrain.config.folders import group_options
 from spectrain.config.loading import compose
 from spectrain.config.schema import TargetConfig
 from spectrain.drafters.registry import find_method
-from spectrain.engines.vllm.args import vllm_version
-from spectrain.errors import ConfigError
 from spectrain.stages import plan
 from spectrain.stages.checks import prepare, target_spec
 from spectrain.target.resolve import TargetSource
@@ -40,12 +38,6 @@ QWEN3_8B: dict[str, Any] = {
 }
 BLOCK = ["dflash_quickstart", "dspark_quickstart"]
 QWEN3 = ["dflash_qwen3", "dspark_qwen3", "dflash2_qwen3"]
-try:
-    vllm_version()
-    HAS_VLLM = True
-except ConfigError:
-    HAS_VLLM = False
-needs_vllm = pytest.mark.skipif(not HAS_VLLM, reason="these recipes run vLLM")
 
 
 def write_config(folder: Path) -> None:
@@ -121,7 +113,7 @@ def test_block_quickstarts(recipe: str) -> None:
 # --- Qwen3-8B, as published ----------------------------------------------------------------------------------------
 
 
-@needs_vllm
+@pytest.mark.vllm
 @pytest.mark.parametrize(
     ("recipe", "block", "drafts"), [("dflash_qwen3", 16, 15), ("dspark_qwen3", 7, 7), ("dflash2_qwen3", 8, 7)]
 )
@@ -151,7 +143,7 @@ def estimate(recipe: str, folder: Path, *more: str) -> tuple[Any, plan.Estimate]
     return context, plan.estimate(context)
 
 
-@needs_vllm
+@pytest.mark.vllm
 def test_figures_of_a_block_drafter(qwen3_8b: Path) -> None:
     context, numbers = estimate("dflash_qwen3", qwen3_8b)
     layer = 4096 * 128 * (32 + 2 * 8) + 32 * 128 * 4096 + 3 * 4096 * 12288
@@ -172,7 +164,7 @@ def test_figures_of_a_block_drafter(qwen3_8b: Path) -> None:
     assert seconds["fit"] == pytest.approx(expected, rel=1e-6)
 
 
-@needs_vllm
+@pytest.mark.vllm
 def test_figures_follow_the_block(qwen3_8b: Path) -> None:
     fits, memory = [], []
     for anchors in (128, 256):
@@ -191,7 +183,7 @@ def test_figures_follow_the_block(qwen3_8b: Path) -> None:
 # --- a target that is still on the Hub -----------------------------------------------------------------------------
 
 
-@needs_vllm
+@pytest.mark.vllm
 def test_a_plan_without_the_hub_says_what_is_not_known(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,7 +197,7 @@ def test_a_plan_without_the_hub_says_what_is_not_known(
     assert "the Hub cannot be reached" in capsys.readouterr().err
 
 
-@needs_vllm
+@pytest.mark.vllm
 def test_a_plan_needs_only_the_configuration_of_a_target_on_the_hub(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,147 @@
+"""Drafters that draft token by token: their training, their drafting."""
+
+from mutation import Mutation
+
+LOSSES = "tests/equivalence/test_eagle3_losses.py"
+UNROLL = "tests/equivalence/test_eagle3_unroll.py"
+DECODE = "tests/equivalence/test_eagle3_decode.py"
+PACKING = "tests/equivalence/test_packing_invariance.py"
+SIMULATION_LOOP = "tests/equivalence/test_simulation_equals_loop.py"
+AUTOREGRESSIVE = "spectrain/drafters/autoregressive/"
+
+MUTATIONS = (
+    Mutation(
+        "labels shifted by one",
+        AUTOREGRESSIVE + "autoregressive_drafter.py",
+        "self.target_to_draft_V[batch.input_ids_T[students.teacher_U + 1]]",
+        "self.target_to_draft_V[batch.input_ids_T[students.teacher_U]]",
+        (LOSSES,),
+    ),
+    Mutation(
+        "loss mask not shifted with the token taken in",
+        AUTOREGRESSIVE + "unroll.py",
+        "batch.loss_mask_T[1 : reach + 1] &",
+        "batch.loss_mask_T[:reach] &",
+        (LOSSES,),
+    ),
+    Mutation(
+        "loss mask not shifted with the token predicted",
+        AUTOREGRESSIVE + "unroll.py",
+        "& batch.loss_mask_T[ahead:] &",
+        "& batch.loss_mask_T[ahead - 1 : -1] &",
+        (LOSSES,),
+    ),
+    Mutation(
+        "documents not told apart by what counts",
+        AUTOREGRESSIVE + "unroll.py",
+        "batch.loss_mask_T[ahead:] & same",
+        "batch.loss_mask_T[ahead:]",
+        (UNROLL,),
+    ),
+    Mutation(
+        "a later step takes in its own label",
+        AUTOREGRESSIVE + "unroll.py",
+        "batch.input_ids_T[(query_M + 1 + step)",
+        "batch.input_ids_T[(query_M + 2 + step)",
+        (UNROLL,),
+    ),
+    Mutation(
+        "a later step sits one position too far (training)",
+        AUTOREGRESSIVE + "unroll.py",
+        "batch.position_ids_T[query_M] + step)",
+        "batch.position_ids_T[query_M] + step + 1)",
+        (UNROLL,),
+    ),
+    Mutation(
+        "a later step stays at its column's position (drafting)",
+        AUTOREGRESSIVE + "draft_steps.py",
+        "cos_sin = rotary.cos_sin(slots_BT)",
+        "cos_sin = rotary.cos_sin(torch.minimum(slots_BT, cache.columns_B[:, None]) if slots_BT.shape[1] == 1 else "
+        "slots_BT)",
+        (DECODE,),
+    ),
+    Mutation(
+        "students brought to the wrong teacher",
+        AUTOREGRESSIVE + "unroll.py",
+        "position_U = teacher_U - 1 - k",
+        "position_U = teacher_U - 1",
+        (LOSSES,),
+    ),
+    Mutation(
+        "drafting leaves its columns in the cache",
+        AUTOREGRESSIVE + "draft_steps.py",
+        "        self._step += 1\n",
+        "        self._step += 1\n        cache.columns_B = cache.columns_B + (self._step == self._n)\n",
+        (DECODE,),
+    ),
+    Mutation(
+        "residual flag turned round",
+        AUTOREGRESSIVE + "eagle3.py",
+        "residual = normed if self.norm_before_residual else feature",
+        "residual = feature if self.norm_before_residual else normed",
+        (UNROLL,),
+    ),
+    Mutation(
+        "post-norm output fed back always",
+        AUTOREGRESSIVE + "eagle3.py",
+        "return normed if self.shape.norm_output else output",
+        "return normed",
+        (UNROLL,),
+    ),
+    Mutation(
+        "embedding half and feature half exchanged",
+        AUTOREGRESSIVE + "eagle3.py",
+        "torch.cat([self.input_layernorm(embedding), normed], dim=-1)",
+        "torch.cat([normed, self.input_layernorm(embedding)], dim=-1)",
+        (UNROLL,),
+    ),
+    Mutation(
+        "embeddings scaled as in the target's own stream",
+        AUTOREGRESSIVE + "unroll.py",
+        "embedding_TH = head.embed_rows(next_T)",
+        "embedding_TH = head.embed(next_T)",
+        (UNROLL,),
+    ),
+    Mutation(
+        "drafts left as draft ids",
+        AUTOREGRESSIVE + "autoregressive_drafter.py",
+        "steps.token_B = self.draft_ids_D[draft_B]",
+        "steps.token_B = draft_B",
+        (DECODE,),
+    ),
+    Mutation(
+        "later steps' keys seen by other columns (sdpa)",
+        "spectrain/drafters/autoregressive/unroll_attention.py",
+        "diagonal = torch.eye(m, dtype=torch.bool, device=visible.device)",
+        "diagonal = torch.ones(m, m, dtype=torch.bool, device=visible.device).tril()",
+        ("tests/unit/test_attention.py",),
+    ),
+    Mutation(
+        "later steps' keys of another column (eager)",
+        "spectrain/drafters/autoregressive/unroll_attention.py",
+        "keys_MGkd = torch.stack(own_k, dim=2)",
+        "keys_MGkd = torch.stack(own_k, dim=2).roll(1, 0)",
+        ("tests/unit/test_attention.py",),
+    ),
+    Mutation(
+        "a column sees the one behind it",
+        "spectrain/drafters/autoregressive/unroll_attention.py",
+        "hidden = columns[None] > layout.query_M[q_start:q_end, None]",
+        "hidden = columns[None] > layout.query_M[q_start:q_end, None] + 1",
+        (PACKING,),
+    ),
+    Mutation(
+        "step weights forgotten",
+        AUTOREGRESSIVE + "unroll.py",
+        "return decay_K[:, None] * self.valid_KM",
+        "return torch.ones_like(decay_K)[:, None] * self.valid_KM",
+        (LOSSES,),
+    ),
+    Mutation(
+        "simulated scores shifted by one slot",
+        AUTOREGRESSIVE + "autoregressive_drafter.py",
+        "accept_KU[k, index_T[anchor_R + k]]",
+        "accept_KU[k, index_T[anchor_R]]",
+        (SIMULATION_LOOP,),
+    ),
+)

@@ -1,0 +1,65 @@
+"""What all drafters share: layers, folders, checkpoints of other writers; and the fused losses."""
+
+from mutation import Mutation
+
+LOSSES = "tests/equivalence/test_eagle3_losses.py"
+SIMULATION_LOOP = "tests/equivalence/test_simulation_equals_loop.py"
+
+MUTATIONS = (
+    Mutation(
+        "teacher one position early",
+        "spectrain/drafters/drafter.py",
+        "last_hidden_UH=batch.last_hidden_TH[teacher_U]",
+        "last_hidden_UH=batch.last_hidden_TH[teacher_U - 1]",
+        (LOSSES,),
+    ),
+    Mutation(
+        "target ids stored where offsets belong",
+        "spectrain/drafters/drafter_folder.py",
+        'tensors["d2t"] = drafter.vocab.d2t()',
+        'tensors["d2t"] = drafter.vocab.ids_D.clone()',
+        ("tests/unit/test_drafter_folder.py",),
+    ),
+    Mutation(
+        "rotary frequencies rounded with the weights",
+        "spectrain/drafters/layers.py",
+        "phase = positions.float()[..., None] * self.inv_freq",
+        "phase = positions.float()[..., None] * self.inv_freq.bfloat16().float()",
+        ("tests/unit/test_drafter_folder.py",),
+    ),
+    Mutation(
+        "simulation against the target's whole distribution, not the truncated one",
+        "spectrain/drafters/teacher_forced.py",
+        "log_q_CV = truncated_log_probs(teacher.head.hidden_to_logits(teacher.last_hidden_UH[part]), sampling)",
+        "log_q_CV = teacher.head.hidden_to_logits(teacher.last_hidden_UH[part]).log_softmax(-1)",
+        (SIMULATION_LOOP,),
+    ),
+    Mutation(
+        "z-lab's layer ids read as ours",
+        "spectrain/drafters/foreign_fields.py",
+        """return taps(section["target_layer_ids"], 1, field, where)""",
+        """return taps(section["target_layer_ids"], 0, field, where)""",
+        ("tests/unit/test_foreign_checkpoints.py",),
+    ),
+    Mutation(
+        "a speculators folder that is silent about norm_before_residual",
+        "spectrain/drafters/autoregressive/eagle3.py",
+        """vllm_defaults = {"norm_before_residual": True,""",
+        """vllm_defaults = {"norm_before_residual": False,""",
+        ("tests/unit/test_foreign_checkpoints.py",),
+    ),
+    Mutation(
+        "an embedding of another target is taken for the target's",
+        "spectrain/drafters/target_copies.py",
+        "return difference <= _ROUNDING**2 * total",
+        "return True",
+        ("tests/unit/test_foreign_checkpoints.py",),
+    ),
+    Mutation(
+        "draft vocabulary's teacher renormalised",
+        "spectrain/drafters/losses/students.py",
+        "log_normalizer_C = self.log_normalizer_U[part]",
+        "log_normalizer_C = logits_CD.logsumexp(-1)",
+        ("tests/unit/test_losses.py",),
+    ),
+)

@@ -1,0 +1,216 @@
+"""The run directory and the stages: what runs again, what is refused before work starts."""
+
+from mutation import Mutation
+
+STAGES = "spectrain/stages/"
+RUN_DIR = "tests/unit/test_run_dir.py"
+INPUTS = "tests/unit/test_stage_inputs.py"
+REFUSED = "tests/unit/test_checks.py::test_refused_before_work_starts"
+
+MUTATIONS = (
+    Mutation(
+        "a finished stage is skipped though its outputs are gone",
+        STAGES + "run_dir.py",
+        'if whole and entry["status"] == "done":',
+        'if entry["status"] == "done":',
+        (RUN_DIR,),
+    ),
+    Mutation(
+        "an interrupted stage is skipped because its outputs are there",
+        STAGES + "run_dir.py",
+        'if whole and entry["status"] == "done":',
+        "if whole:",
+        (RUN_DIR,),
+    ),
+    Mutation(
+        "an input that is new is no change",
+        STAGES + "run_dir.py",
+        "names = [name for name in {**before, **now} if",
+        "names = [name for name in before if",
+        (RUN_DIR,),
+    ),
+    Mutation(
+        "a changed tuple is compared with a list",
+        STAGES + "run_dir.py",
+        'return json.loads(json.dumps({"fixed": dict(self.fixed), "growing": dict(self.growing)}))',
+        'return {"fixed": dict(self.fixed), "growing": dict(self.growing)}',
+        (RUN_DIR,),
+    ),
+    Mutation(
+        "outputs are removed before that is noted",
+        STAGES + "run_dir.py",
+        '            self._put(name, {"status": "removing", "inputs": decision.inputs.to_json()})\n',
+        "",
+        (RUN_DIR,),
+    ),
+    Mutation(
+        "a removal that was cut short is forgotten when the inputs are back",
+        STAGES + "run_dir.py",
+        'if entry["status"] == "removing":',
+        'if entry["status"] == "removing" and entry["inputs"] != inputs.to_json():',
+        (RUN_DIR,),
+    ),
+    Mutation(
+        "the next stage looks whole when its outputs are removed",
+        STAGES + "run_dir.py",
+        "later = {stage.name for stage in stale[1:]}",
+        "later = {stage.name for stage in stale[2:]}",
+        (RUN_DIR,),
+    ),
+    Mutation(
+        "more prompts remove what is there",
+        STAGES + "run_dir.py",
+        'return Decision(name, "resume", f"{grown}: what is missing is added", inputs)',
+        'return Decision(name, "restart", f"{grown}: what is missing is added", inputs)',
+        (RUN_DIR,),
+    ),
+    Mutation(
+        "fewer prompts are not noted",
+        STAGES + "run_dir.py",
+        "            if not grown:\n                return",
+        "            if whole:\n                return",
+        (RUN_DIR,),
+    ),
+    Mutation(
+        "half a drafter is added to",
+        STAGES + "run_dir.py",
+        'name, "resume" if inputs.growing else "restart", "outputs are missing',
+        'name, "resume", "outputs are missing',
+        (RUN_DIR,),
+    ),
+    Mutation(
+        "an interrupted stage is noted as done",
+        STAGES + "run_dir.py",
+        'self._put(name, entry | {"seconds"',
+        'self._put(name, entry | {"status": "done", "seconds"',
+        (RUN_DIR,),
+    ),
+    Mutation(
+        "measuring again removes the measurements beside it",
+        STAGES + "run_dir.py",
+        '        if "/" in name:  # a part is written anew over its old file\n            return\n'
+        "        names = [stage.name for stage in STAGES]\n        stale = STAGES[names.index(name) :]\n",
+        "        names = [stage.name for stage in STAGES]\n"
+        '        stale = STAGES[names.index(name.partition("/")[0]) :]\n',
+        (RUN_DIR,),
+    ),
+    Mutation(
+        "two processes share the lock",
+        STAGES + "run_dir.py",
+        "fcntl.LOCK_EX | fcntl.LOCK_NB",
+        "fcntl.LOCK_SH | fcntl.LOCK_NB",
+        (RUN_DIR,),
+    ),
+    Mutation(
+        "a stage writes without the lock",
+        STAGES + "run_dir.py",
+        "        if not self._locked:\n",
+        "        if False:\n",
+        (RUN_DIR,),
+    ),
+    Mutation(
+        "another revision of the target is the same target",
+        STAGES + "run_dir.py",
+        "            if found != wanted:\n",
+        '            if found != wanted and field == "id":\n',
+        (RUN_DIR,),
+    ),
+    Mutation(
+        "states of another precision are the same states",
+        STAGES + "capture.py",
+        ', "hidden_states.dtype": context.states_dtype}',
+        "}",
+        (INPUTS,),
+    ),
+    Mutation(
+        "states of other layers are the same states",
+        STAGES + "capture.py",
+        '"drafter.taps": list(context.taps), ',
+        "",
+        (INPUTS,),
+    ),
+    Mutation(
+        "held-out responses that became training ones change nothing",
+        STAGES + "capture.py",
+        "digest_strings(list(context.splits.items()))",
+        "digest_strings(list(context.splits))",
+        (INPUTS,),
+    ),
+    Mutation(
+        "another maximal length is the same text",
+        STAGES + "context.py",
+        '            "target.max_length": self.config.target.max_length,\n',
+        "",
+        (INPUTS,),
+    ),
+    Mutation(
+        "other prompts, as many as before, are the same ones",
+        STAGES + "generate.py",
+        "digest_strings([conversation.prompt_digest() for conversation in conversations])",
+        "digest_strings([conversation.id for conversation in conversations])",
+        (INPUTS,),
+    ),
+    Mutation(
+        "how responses are drawn does not count",
+        STAGES + "generate.py",
+        '        **{f"sampling.{name}": value for name, value in sampling.items()},\n',
+        "",
+        (INPUTS,),
+    ),
+    Mutation(
+        "the seed of training does not count",
+        STAGES + "fit.py",
+        'not in _NO_INPUTS and not key.startswith("decoding.ngram")',
+        'not in _NO_INPUTS and not key.startswith(("decoding.ngram", "trainer.seed"))',
+        (INPUTS,),
+    ),
+    Mutation(
+        "the number of workers trains another drafter",
+        STAGES + "fit.py",
+        '*("trainer.loader_workers", "trainer.prefetch_batches"),',
+        "",
+        (INPUTS,),
+    ),
+    Mutation(
+        "a section of another kind trains another drafter",
+        STAGES + "fit.py",
+        "if not key.startswith(others)}",
+        "}",
+        (INPUTS,),
+    ),
+    Mutation(
+        "an answer may be as long as its document",
+        STAGES + "checks.py",
+        "    if answer >= longest:\n",
+        "    if answer > longest:\n",
+        (REFUSED,),
+    ),
+    Mutation(
+        "a row need not hold a prompt",
+        STAGES + "checks.py",
+        "rows <= answer:",
+        "rows < answer:",
+        (REFUSED,),
+    ),
+    Mutation(
+        "a suite that was trained on is measured",
+        STAGES + "checks.py",
+        "        if c.prompt_digest() in trained\n",
+        "        if c.id in trained\n",
+        ("tests/unit/test_checks.py::test_a_suite_that_was_trained_on_is_refused",),
+    ),
+    Mutation(
+        "a drafter of a deeper target fits",
+        STAGES + "drafter_checks.py",
+        "if deepest > spec.num_layers:",
+        "if deepest > 2 * spec.num_layers:",
+        ("tests/unit/test_checks.py::test_eval_needs_a_drafter_of_this_target",),
+    ),
+    Mutation(
+        "training writes over the drafter that it goes on from",
+        STAGES + "drafter_checks.py",
+        "if folder.resolve() == context.run_dir.drafter.resolve():",
+        "if folder == context.run_dir.drafter:",
+        ("tests/unit/test_checks.py::test_training_goes_on_from_a_folder_with_its_taps_and_never_from_its_own_output",),
+    ),
+)

@@ -1,0 +1,73 @@
+"""The trainer: gradients, checkpoints, the best drafter, the order of documents."""
+
+from mutation import Mutation
+
+ACCUMULATION = "tests/equivalence/test_accumulation.py"
+RESUME = "tests/equivalence/test_resume.py"
+TRAINING = "spectrain/training/"
+
+MUTATIONS = (
+    Mutation(
+        "the simulation scores a longer block than the server runs",
+        TRAINING + "simulated_acceptance.py",
+        "drafter.score(placed, shown, sampling, draft_sampling)",
+        "drafter.score(placed, most, sampling, draft_sampling)",
+        ("tests/equivalence/test_block_simulation.py",),
+    ),
+    Mutation(
+        "ranks' gradients averaged once too often",
+        TRAINING + "trainer.py",
+        "scale = self.accelerator.num_processes / sums.weight",
+        "scale = 1.0 / sums.weight",
+        (ACCUMULATION,),
+    ),
+    Mutation(
+        "mean of micro-batch means",
+        TRAINING + "trainer.py",
+        "self.accelerator.backward(losses.loss)",
+        "self.accelerator.backward(losses.loss / losses.weight.clamp(min=1e-9) * 10)",
+        (ACCUMULATION,),
+    ),
+    Mutation(
+        "optimiser moves before the check",
+        TRAINING + "trainer.py",
+        "        self._check(step, sums)\n",
+        "        for optimizer in self.optimizers:\n            optimizer.step()\n        self._check(step, sums)\n",
+        ("tests/unit/test_trainer.py::test_a_loss_that_is_not_finite_stops_before_the_optimiser",),
+    ),
+    Mutation(
+        "best drafter is the latest",
+        TRAINING + "trainer.py",
+        'if not length <= self.best["acceptance_length"]:',
+        "if True:",
+        ("tests/unit/test_trainer.py::test_a_worse_drafter_never_replaces_a_better_one",),
+    ),
+    Mutation(
+        "optimiser state not restored",
+        TRAINING + "checkpointing.py",
+        '    _restore_optimizers(model, optimizers, load_file(path / "optimizer.safetensors"), path)\n',
+        "",
+        (RESUME,),
+    ),
+    Mutation(
+        "metrics of repeated steps kept twice",
+        TRAINING + "trainer.py",
+        'if entry["step"] <= step and',
+        'if entry["step"] <= 10**9 and',
+        (RESUME,),
+    ),
+    Mutation(
+        "the tail of an epoch dropped",
+        TRAINING + "sampler.py",
+        "self.steps_per_epoch.append(-(-len(self._micro[-1]) // per_step))",
+        "self.steps_per_epoch.append(max(1, len(self._micro[-1]) // per_step))",
+        ("tests/unit/test_sampler.py",),
+    ),
+    Mutation(
+        "a rank without rows sits a pass out",
+        TRAINING + "sampler.py",
+        "mine = [block[i] if i < len(block) else [] for i in range(self._rank, per_step, self._world)]",
+        "mine = [block[i] for i in range(self._rank, len(block), self._world)]",
+        ("tests/unit/test_sampler.py",),
+    ),
+)
