@@ -1,8 +1,8 @@
 """Configuration of the drafter: which kind, how it is built, and what it learns from (group ``drafter``).
 
-Keys of ``drafter`` itself are every kind's. What only some kinds have stands in sections of its own, which the others
-do not read: a recipe may set ``drafter.eagle3.fc_norm`` and still be run with ``drafter=dflash``. (On the command line
-a key that the chosen kind does not read is refused, ``stages/drafter_checks.py``.)
+Keys of ``drafter`` itself are every kind's. What only some kinds have is in sections of its own, which the others do
+not read: a recipe may set ``drafter.eagle3.fc_norm`` and still be run with ``drafter=dflash``. (On the command line a
+key that the chosen kind does not read is refused, ``stages/drafter_checks.py``.)
 """
 
 from __future__ import annotations

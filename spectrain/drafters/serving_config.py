@@ -28,9 +28,8 @@ class ServingConfig:
 
     path: the folder, or the Hub id. revision: commit of a Hub repository. method: as in the configuration (eagle3,
     dflash, …). num_speculative_tokens: the number of drafts it asks for. most_tokens: more than so many it cannot
-    draft;
-    None: no limit. target, target_revision: what it was trained for, where that is known. vocab_size, hidden_size,
-    last_tap: of that target; last_tap is the deepest layer whose output is read.
+    draft; None: no limit. target, target_revision: what it was trained for, where that is known. vocab_size,
+    hidden_size, last_tap: of that target; last_tap is the deepest layer whose output is read.
     """
 
     path: str

@@ -291,8 +291,8 @@ def _hub_spec(config: SpectrainConfig, source: TargetSource) -> TargetSpec | Non
 
 
 def check_disk(context: Context) -> None:
-    """There is room for the states. The estimate is an upper bound (answers may be short), so only twice too much is
-    refused.
+    """There is room for the hidden states. The estimate is an upper bound (answers may be short), so only twice too
+    much is refused.
     """
     from spectrain.stages.plan import estimate
 
