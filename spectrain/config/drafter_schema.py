@@ -149,8 +149,8 @@ class DrafterConfig(Section, name="drafter"):
     )
     init: Literal["closed_form", "target", "random"] = key(
         "closed_form",
-        "closed_form: copies parts of the target and solves for the rest by ridge regression on training states; "
-        "target: copies alone; random",
+        "closed_form: copies parts of the target and solves for the rest by ridge regression on hidden "
+        "states of the training text; target: copies alone; random",
     )
     train_head: bool = key(True, "train the lm_head of a reduced vocabulary; false: it keeps the target's rows")
     loss: LossConfig = key(make=LossConfig)

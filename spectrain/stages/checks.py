@@ -303,6 +303,6 @@ def check_disk(context: Context) -> None:
     needed, free = estimate(context).states_bytes - present, shutil.disk_usage(folder).free
     if needed > 2 * free:
         raise ConfigError(
-            f"the states need up to {needed / 1e9:,.1f} GB, {folder} has {free / 1e9:,.1f} GB free: "
+            f"the hidden states need up to {needed / 1e9:,.1f} GB, {folder} has {free / 1e9:,.1f} GB free: "
             "use hidden_states.dtype=int8, fewer prompts (data.max_train), or another run.dir"
         )

@@ -67,8 +67,7 @@ class MarkovHead(nn.Module):
         return torch.tanh(output), gate * carry_Rr + (1 - gate) * torch.tanh(candidate)
 
     def states(self, embedding_RJr: Tensor, hidden_RJH: Tensor) -> Tensor:
-        """Teacher forced: s [R, J, r] of all drafting slots at once. Only the rnn variant has to go slot by slot.
-        """
+        """Teacher forced: s [R, J, r] of all drafting slots at once. Only the rnn variant has to go slot by slot."""
         if self.shape.kind != "rnn":
             return self.step(embedding_RJr, hidden_RJH, None)[0]
         carry, states = None, []
