@@ -21,6 +21,7 @@ class LossConfig(Section, name="drafter.loss"):
         make=lambda: {"ce": 0.1, "tv": 0.9},
         help="coefficient of each loss term: ce, kl, tv, lk, or one that was added to drafters/losses/reference.py; "
         "the default suits temperatures 0 to 1, ce alone 0, tv alone 1",
+        example="{kl: 1.0}",
     )
     implementation: Literal["fused", "reference"] = key(
         "fused",
@@ -159,7 +160,9 @@ class DrafterConfig(Section, name="drafter"):
     block: BlockConfig = key(make=BlockConfig)
     dspark: DSparkConfig = key(make=DSparkConfig)
     dflash2: DFlash2Config = key(make=DFlash2Config)
-    options: dict[str, Any] = key(make=dict, help="what a kind registered by drafter.module reads, by its own names")
+    options: dict[str, Any] = key(
+        make=dict, help="what a kind registered by drafter.module reads, by its own names", example="{depth: 2}"
+    )
 
     def _check(self) -> None:
         if self.taps is not None:
