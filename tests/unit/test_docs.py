@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 MANUAL = [
     ROOT / name for name in ("README.md", "docs/drafters.md", "docs/vllm.md", "recipes/README.md", "eval/README.md")
 ]
-PAGES = [*MANUAL, ROOT / "CONTRIBUTING.md", ROOT / "docs/architecture.md"]
+PAGES = [*dict.fromkeys((*MANUAL, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))))]
 YAML = sorted(file for folder in ("conf", "recipes", "eval", "data_gen") for file in (ROOT / folder).rglob("*.yaml"))
 
 
