@@ -27,6 +27,6 @@ class InputError(SpectrainError):
 
 
 class RunError(SpectrainError):
-    """A failure while running: a non-finite loss, an empty loss mask, a target whose states do not match."""
+    """A failure while running: a non-finite loss, an empty loss mask, hidden states that are not the target's."""
 
     exit_code = 1

@@ -1,8 +1,8 @@
 """Configuration of the drafter: which kind, how it is built, and what it learns from (group ``drafter``).
 
-Keys of ``drafter`` itself are every kind's. What only some kinds have stands in sections of its own, which the others
-do not read: a recipe may set ``drafter.eagle3.fc_norm`` and still be run with ``drafter=dflash``. (On the command line
-a key that the chosen kind does not read is refused, ``stages/drafter_checks.py``.)
+Keys of ``drafter`` itself are every kind's. What only some kinds have is in sections of its own, which the others do
+not read: a recipe may set ``drafter.eagle3.fc_norm`` and still be run with ``drafter=dflash``. (On the command line a
+key that the chosen kind does not read is refused, ``stages/drafter_checks.py``.)
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ class LossConfig(Section, name="drafter.loss"):
         make=lambda: {"ce": 0.1, "tv": 0.9},
         help="coefficient of each loss term: ce, kl, tv, lk, or one that was added to drafters/losses/reference.py; "
         "the default suits temperatures 0 to 1, ce alone 0, tv alone 1",
+        example="{kl: 1.0}",
     )
     implementation: Literal["fused", "reference"] = key(
         "fused",
@@ -153,8 +154,8 @@ class DrafterConfig(Section, name="drafter"):
     )
     init: Literal["closed_form", "target", "random"] = key(
         "closed_form",
-        "closed_form: copies parts of the target and solves for the rest by ridge regression on training states; "
-        "target: copies alone; random",
+        "closed_form: copies parts of the target and solves for the rest by ridge regression on hidden "
+        "states of the training text; target: copies alone; random",
     )
     train_head: bool = key(True, "train the lm_head of a reduced vocabulary; false: it keeps the target's rows")
     loss: LossConfig = key(make=LossConfig)
@@ -163,7 +164,9 @@ class DrafterConfig(Section, name="drafter"):
     block: BlockConfig = key(make=BlockConfig)
     dspark: DSparkConfig = key(make=DSparkConfig)
     dflash2: DFlash2Config = key(make=DFlash2Config)
-    options: dict[str, Any] = key(make=dict, help="what a kind registered by drafter.module reads, by its own names")
+    options: dict[str, Any] = key(
+        make=dict, help="what a kind registered by drafter.module reads, by its own names", example="{depth: 2}"
+    )
 
     def _check(self) -> None:
         if self.taps is not None:

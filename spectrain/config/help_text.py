@@ -89,7 +89,7 @@ def explain(topics: Sequence[str]) -> str:
 
 
 def _explain(topic: str) -> str:
-    """All that a word stands for: `capture` is a command and a section, `trainer` a section and a group."""
+    """All that a word means: `capture` is a command and a section, `trainer` a section and a group."""
     commands = {name: command for entry in COMMANDS.values() for name, command in _with_words(entry)}
     parts = [command_help(commands[topic])] if topic in commands else []
     if topic in sections():

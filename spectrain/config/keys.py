@@ -61,7 +61,7 @@ def key(
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """Base of all sections. ``name``: where it stands in the configuration, such as ``drafter.loss``."""
+    """Base of all sections. ``name``: its path in the configuration, such as ``drafter.loss``."""
 
     section_name: ClassVar[str] = ""
 

@@ -8,9 +8,9 @@ dequantised on reading).
 
 Cost: ``(A + 1) * H`` values a token, that is 2 * (A + 1) * H bytes in bfloat16 (3 taps of H = 4096: 32 KiB), half of it
 in int8, which keeps one float32 scale per token and tap. The scale belongs to the token because the first token of a
-document is an attention sink whose states are thousands of times larger than all others: a scale shared with it would
-round its neighbours to zero. Where the last layer is a tap, the last hidden state is that tap, and is stored once:
-``A * H`` values a token.
+document is an attention sink whose hidden states are thousands of times larger than all others: a scale shared with it
+would round its neighbours to zero. Where the last layer is a tap, the last hidden state is that tap, and is stored
+once: ``A * H`` values a token.
 
 Documents are numbered in the order of their keys, not of their capture, so that a capture that was killed and resumed
 trains exactly like one that was not. Writing is in ``hidden_states_writer.py``.
@@ -205,7 +205,7 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(q: Tensor, scale: Tensor) -> Tensor:
-    """The float32 values that ``quantize`` stands for."""
+    """The float32 values that ``quantize`` rounded."""
     return q.float() * scale.unsqueeze(-1)
 
 
@@ -263,7 +263,7 @@ class ShardFile:
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors of the shard as views of the map. Raises ``InputError`` if they are not what the index
-        promises.
+        says.
         """
         if self._tensors is None:
             with self._open() as file:

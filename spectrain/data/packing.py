@@ -1,11 +1,12 @@
-"""Packing: whole documents into rows of a fixed number of tokens.
+"""Packing: whole documents into packed sequences of at most so many tokens.
 
 Documents differ in length by an order of magnitude, so padding every document to the longest would waste most of a
-step. A row is a concatenation of whole documents of at most ``packed_length`` tokens; nothing is padded and no document
-is split, so attention, positions and losses never have to look across a row's edge. A document longer than a row loses
-its tail (``truncated_tokens`` counts it).
+step. A packed sequence is a concatenation of whole documents of at most ``packed_length`` tokens together; nothing is
+padded and no document is split, so attention, positions and losses never have to look across its edge. A longer
+document loses its tail (``truncated_tokens`` counts it).
 
-Costs: best fit by decreasing length is O(documents · log rows) once an epoch; building a batch copies its taps once.
+Costs: best fit by decreasing length is O(documents · log sequences) once an epoch; building a batch copies its taps
+once.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from spectrain.data.hidden_states import TargetStates
 @dataclass(frozen=True)
 class Draw:
     """What random choices about a batch are drawn from: the step, and the documents' numbers in the store. Neither
-    packing, nor ranks, nor a resumed run changes them. ``packed_length``: length of a row, of which each document has a
-    share."""
+    packing, nor ranks, nor a resumed run changes them. ``packed_length``: tokens of a whole packed sequence, of which
+    each document has a share."""
 
     seed: int
     step: int
@@ -96,22 +97,23 @@ def pack_batch(
 
 
 def truncated_tokens(lengths: Sequence[int], packed_length: int) -> int:
-    """Tokens lost because their document is longer than a row."""
+    """Tokens lost because their document is longer than a packed sequence."""
     return int(np.maximum(np.asarray(lengths) - packed_length, 0).sum())
 
 
 def pack_rows(lengths: Sequence[int], packed_length: int, seed: int, epoch: int) -> list[list[int]]:
-    """Rows of document indices, stateless in (seed, epoch): best fit by decreasing length, ties and row order shuffled.
+    """Document indices of each packed sequence, stateless in (seed, epoch): best fit by decreasing length, ties and the
+    order of sequences shuffled.
 
-    Every document appears exactly once; the sum of a row's lengths (each counted as at most ``packed_length``) never
-    exceeds ``packed_length``.
+    Every document appears exactly once; the lengths of a sequence's documents (each counted as at most
+    ``packed_length``) never add up to more than ``packed_length``.
     """
     rng = np.random.default_rng((seed, epoch))
     shuffled = rng.permutation(len(lengths))
     clipped = np.minimum(np.asarray(lengths), packed_length)
     rows: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # (free tokens, row), ascending
-    # A little noise on the length mixes which documents meet in a row from epoch to epoch, at no visible cost in fill.
+    room: list[tuple[int, int]] = []  # (free tokens, sequence), ascending
+    # A little noise on the length mixes which documents meet from epoch to epoch, at no visible cost in fill.
     noisy = clipped[shuffled] * rng.uniform(0.9, 1.1, size=len(shuffled))
     for index in shuffled[np.argsort(-noisy, kind="stable")].tolist():
         need = int(clipped[index])

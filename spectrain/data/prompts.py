@@ -29,7 +29,7 @@ class Conversation:
     """User turns and what surrounds them; the target's answers come later, unless the conversation is imported with
     them.
 
-    ``source`` is the place the conversation was read from ("file:line"), for messages only: it is no part of its
+    ``source`` says where the conversation was read from ("file:line"), for messages only: it is no part of its
     identity.
     """
 

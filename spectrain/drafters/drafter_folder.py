@@ -3,7 +3,7 @@ as it is.
 
 There is no converter between training and serving: parameters carry vLLM's names, every switch whose default differs
 between writers and readers is written out, ids of taps are written unchanged (the residual stream after so many
-layers). What training knows and a server ignores stand under ``spectrain``. Weights are stored in the type they were
+layers). What training knows and a server ignores is under ``spectrain``. Weights are stored in the type they were
 trained in, so reading a folder gives the same bits. Folders that others wrote are read through
 ``foreign_checkpoints.py``, which turns their layouts into this one.
 """

@@ -101,7 +101,7 @@ def _layer_types(config: dict[str, Any], num_layers: int, where: str) -> set[str
 
 
 def block_taps(config: dict[str, Any], nested: dict[str, Any], where: str) -> list[int]:
-    """Taps of a flat block configuration. Both places for its ids count layers from 0: the layer whose output
+    """Taps of a flat block configuration. Both fields for its ids count layers from 0: the layer whose output
     is read.
     """
     if config.get(_EAGLE_TAPS):

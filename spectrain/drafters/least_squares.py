@@ -1,4 +1,4 @@
-"""Least squares from sums: what the closed-form initialisations are solved with. S rows, I inputs, O outputs."""
+"""Least squares from sums: what the closed-form initialisations are solved with. S samples, I inputs, O outputs."""
 
 from __future__ import annotations
 
@@ -27,6 +27,6 @@ class Gram:
 
 
 def unit(x: Tensor) -> Tensor:
-    """Divided by its root mean square: a state as the final norm sees it."""
+    """Divided by its root mean square: a hidden state as the final norm sees it."""
     x = x.float()
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)

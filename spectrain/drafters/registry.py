@@ -133,7 +133,7 @@ class DrafterMethod:
     # --- its folder --------------------------------------------------------------------------------------------------
 
     architecture: ClassVar[str] = ""  # architectures[0] of its config.json
-    taps_field: ClassVar[str] = ""  # where the ids of its taps stand there
+    taps_field: ClassVar[str] = ""  # its field for the ids of its taps
     # What vLLM takes where a folder in the speculators layout is silent.
     vllm_defaults: ClassVar[Mapping[str, Any]] = {}
     default_theta: ClassVar[float | None] = None  # rope_theta where such a folder has none; None: it must have one
@@ -148,7 +148,7 @@ class DrafterMethod:
         raise self._cannot("write")
 
     def metadata(self, drafter: Any) -> dict[str, Any]:
-        """What our own loop or a later training has a use for and vLLM has not; stands under ``spectrain``."""
+        """What our own loop or a later training has a use for and vLLM has not; written under ``spectrain``."""
         return {}
 
     def read_shape(self, fields: dict[str, Any]) -> DrafterShape:

@@ -2,7 +2,7 @@
 
 At temperature 0 a slot is accepted iff the drafter's argmax is the document's token. At temperature > 0 the document
 was drawn from the target's truncated distribution q, and the server would accept its token with probability min(1,
-p/q); a drafter that proposes its arg max has a one-hot p, which makes that probability 0 or 1 again. Chunked like the
+p/q); a drafter that proposes its argmax has a one-hot p, which makes that probability 0 or 1 again. Chunked like the
 losses: no [tokens, vocabulary] is ever whole.
 
 Legend: U teacher positions, K steps, C positions of a chunk, S predictions, H hidden, D draft vocabulary, V target

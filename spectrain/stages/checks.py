@@ -291,8 +291,8 @@ def _hub_spec(config: SpectrainConfig, source: TargetSource) -> TargetSpec | Non
 
 
 def check_disk(context: Context) -> None:
-    """There is room for the states. The estimate is an upper bound (answers may be short), so only twice too much is
-    refused.
+    """There is room for the hidden states. The estimate is an upper bound (answers may be short), so only twice too
+    much is refused.
     """
     from spectrain.stages.plan import estimate
 
@@ -303,6 +303,6 @@ def check_disk(context: Context) -> None:
     needed, free = estimate(context).states_bytes - present, shutil.disk_usage(folder).free
     if needed > 2 * free:
         raise ConfigError(
-            f"the states need up to {needed / 1e9:,.1f} GB, {folder} has {free / 1e9:,.1f} GB free: "
+            f"the hidden states need up to {needed / 1e9:,.1f} GB, {folder} has {free / 1e9:,.1f} GB free: "
             "use hidden_states.dtype=int8, fewer prompts (data.max_train), or another run.dir"
         )

@@ -48,7 +48,7 @@ class Context:
     source: TargetSource
     spec_or_none: TargetSpec | None
     prompts_or_none: PromptSplit | None
-    data_dir: RunDir  # has responses and states: run_dir itself, or that of the sweep which this run is a job of
+    data_dir: RunDir  # has responses and hidden states: run_dir itself, or that of the sweep which this run is a job of
     given: frozenset[str] = frozenset()  # keys that the command line sets, rather than a file or a default
 
     @property
@@ -99,7 +99,7 @@ class Context:
 
     @cached_property
     def capturing(self) -> VLLMCapture:
-        """How states are captured from a served target."""
+        """How hidden states are captured from a target that vLLM runs."""
         return VLLMCapture(self.open_vllm, self.config.engine, self.config.target, self.target, self.spec)
 
     def open_vllm(self, purpose: str, extra_args: Mapping[str, Any], record_rounds: bool = False) -> VLLMClient:
@@ -207,7 +207,7 @@ class Context:
             "chat template": self.template.digest[:16],
             "target.dtype": self.dtype_name,
             "target.max_length": self.config.target.max_length,
-            # Named only where there is one, so that everything else that was made stands.
+            # Named only where there is one, so that everything else that was made remains valid.
             **({} if quantization is None else {"engine.quantization": quantization}),
         }
 

@@ -36,7 +36,7 @@ from spectrain.stages.context import Context
 from spectrain.stages.run_dir import Decision, Inputs, RunDir
 from spectrain.target.cpu_kernels import speed_up
 
-_LISTED = 20  # near-ties written down
+_LISTED = 20  # near-ties that are recorded
 _RECORD = "parity"
 
 

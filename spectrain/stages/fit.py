@@ -150,7 +150,7 @@ def _init_closed_form(drafter: Drafter, store: HiddenStateSource, train: list[in
 
     with ProgressBar("init", total=100, unit="%") as bar:
         positions = drafter.closed_form_init(batches, bar.advance)
-    alone = "cannot be solved for with these states (too few?), so the drafter begins with parts of the target alone"
+    alone = "cannot be solved for with these hidden states (too few?), so the drafter begins with parts of the target"
     note = f"solved at {positions:,} positions of the text" if positions else alone
     say(f"fit: closed-form initialisation {note}")
 

@@ -80,8 +80,8 @@ def _generate(context: Context, store: ResponseStore, todo: list[tuple[Conversat
 def _responses(
     context: Context, todo: list[tuple[Conversation, str]], on_tokens: Callable[[int], None]
 ) -> Iterator[Response]:
-    """From the engine; with ``capture.during_generation`` it leaves the states of what it generates for the stage
-    ``capture``.
+    """From the engine; with ``capture.during_generation`` it leaves the hidden states of what it generates for the
+    stage ``capture``.
     """
     if not context.config.capture.during_generation:
         return context.engine.generate(todo, context.sampling, on_tokens)

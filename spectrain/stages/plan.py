@@ -305,7 +305,7 @@ def _cost_lines(context: Context, skipped: set[str]) -> list[tuple[str, str]]:
     short = numbers.states_bytes > free and "capture" not in skipped
     return [
         ("tokens", f"at most {numbers.tokens:,}, of which {numbers.generated_tokens:,} generated"),
-        ("disk", f"{_gb(numbers.states_bytes)} of states at most ({context.states_dtype}), {_gb(free)} free"),
+        ("disk", f"{_gb(numbers.states_bytes)} of hidden states at most ({context.states_dtype}), {_gb(free)} free"),
         *(
             [("", "MORE THAN IS FREE: hidden_states.dtype=int8, data.max_train or sampling.max_new_tokens lower it")]
             if short

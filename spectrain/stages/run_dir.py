@@ -165,7 +165,7 @@ class RunDir:
     def decide(self, name: str, inputs: Inputs, whole: bool) -> Decision:
         """Whether stage ``name`` has to run. ``whole``: all outputs that these inputs ask for are there.
 
-        ``name`` is a stage, or a stage and a part (``eval/heldout-n3``) for stages whose parts stand beside each other.
+        ``name`` is a stage, or a stage and a part (``eval/heldout-n3``) for stages that are done in parts.
         """
         entry = self.manifest()["stages"].get(name)
         if entry is None:
@@ -203,7 +203,7 @@ class RunDir:
             say(str(decision))
         name = decision.name
         if decision.action == "restart":
-            # Noted first: a kill between two removals must not leave a stage that looks whole.
+            # Recorded first: a kill between two removals must not leave a stage that looks whole.
             self._put(name, {"status": "removing", "inputs": decision.inputs.to_json()})
             self._remove_outputs(name)
         elapsed_s = (
@@ -226,7 +226,7 @@ class RunDir:
         )
 
     def outputs(self, name: str) -> dict[str, Any]:
-        """What a finished stage noted about its outputs; empty if it has not finished."""
+        """What a finished stage recorded about its outputs; empty if it has not finished."""
         return (self.manifest()["stages"].get(name) or {}).get("outputs", {})
 
     def _put(self, name: str, entry: Mapping[str, Any]) -> None:

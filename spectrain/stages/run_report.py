@@ -1,4 +1,4 @@
-"""What ``report.html`` says about a run: gathers figures, curves, examples and facts for ``evaluation/report/``."""
+"""What ``report.html`` says about a run: gathers figures, curves, examples and metadata for ``evaluation/report/``."""
 
 from __future__ import annotations
 

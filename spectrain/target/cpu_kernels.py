@@ -6,11 +6,11 @@ Attention:
 * Grouped-query heads: given a mask, transformers copies keys and values once per query head, because CUDA kernels need
   it. The CPU kernel does not, and in a batch that decodes one token a row that copy costs three times the attention
   itself.
-* Packed rows: documents laid end to end get one mask over all pairs of tokens, most of which it forbids. Told where
+* Packed documents, laid end to end, get one mask over all pairs of tokens, most of which it forbids. Told where
   they lie, each document attends by itself, with its own square of that mask (so windows and chunks stay what they
-  are): 8 times faster for documents of 256 tokens in rows of 2048.
+  are): 8 times faster for documents of 256 tokens in sequences of 2048.
 * Rows of different lengths: a batch that verifies seven drafts in one row and none in the next would run every row
-  through the whole model as if it had seven. Told which places are real, the model runs them alone, as one row, and
+  through the whole model as if it had seven. Told which positions are real, the model runs them alone, as one row, and
   only attention, the smallest part of a step, sees the padded rectangle.
 
 It is registered with transformers under a name of its own; everything it does not handle goes to the stock function.
@@ -45,7 +45,7 @@ _lengths: ContextVar[tuple[int, ...] | None] = ContextVar("document_lengths", de
 @dataclass(frozen=True)
 class RaggedRows:
     """Where R real tokens, laid end to end in one row, belong in a rectangle of ``batch`` rows and ``width`` columns
-    (flat places [R]).
+    (flat positions [R]).
     """
 
     batch: int

@@ -2,9 +2,8 @@
 
 A decoder's ends differ between families in five facts: the kind of final norm, whether its gain is ``w`` or ``1 + w``,
 a factor on the embeddings, a factor on the logits, and a soft-cap on the logits. Getting one wrong gives a teacher that
-looks plausible and is wrong, so
-nothing is guessed: a model type that is not in ``FAMILIES`` is an error, and so is a known one whose configuration
-carries a factor that its entry does not read.
+looks plausible and is wrong, so nothing is guessed: a model type that is not in ``FAMILIES`` is an error, and so is a
+known one whose configuration carries a factor that its entry does not read.
 
 To add a family, read its ``modeling_*.py`` in transformers (the norm's ``forward``, the embedding module, the lines
 after ``lm_head``), add an entry, and add a tiny configuration of it to ``tests/tiny.py``: the tests compare entry and

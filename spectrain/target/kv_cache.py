@@ -127,9 +127,9 @@ class SlotCache(Cache):
 
 @dataclass(frozen=True)
 class SlotWrite:
-    """One forward pass's place in the buffers: the slots of its tokens [B, T], their common first slot if all rows
-    stand at the same length, and how many slots attention is shown. ``places``: only these of the B·T tokens are there,
-    as one row."""
+    """One forward pass's place in the buffers: the slots of its tokens [B, T], their common first slot if all rows have
+    the same length, and how many slots attention is shown. ``places``: only these of the B·T tokens are there, as one
+    row."""
 
     slots: Tensor
     shared_start: int | None
@@ -210,8 +210,8 @@ def _stacked(first_BNCD: Tensor, second_BNCD: Tensor) -> Tensor:
 class AttentionMasks:
     """4-D masks that show each token the slots up to its own position, and no more than its layer's window.
 
-    Built here because transformers derives masks from one common length, while rows stand at different lengths. A
-    target whose layers all look alike gets one tensor; one with several kinds gets a dictionary by layer type, as its
+    Built here because transformers derives masks from one common length, while rows have different lengths. A target
+    whose layers all look alike gets one tensor; one with several kinds gets a dictionary by layer type, as its
     ``generate`` would make it.
     """
 

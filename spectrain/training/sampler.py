@@ -1,9 +1,9 @@
-"""Which rows each rank sees at each optimiser step: stateless in (seed, epoch), so that a resumed run needs a step
-number and nothing else.
+"""Which packed sequences each rank sees at each optimiser step: stateless in (seed, epoch), so that a resumed run needs
+a step number and nothing else.
 
-A step consumes ``gradient_accumulation`` micro-batches of ``micro_batch_size`` rows on every rank. At the end of an
-epoch what is left makes a smaller step; a rank without rows gets an empty list and contributes zero gradients, so that
-the others need not wait.
+A step consumes ``gradient_accumulation`` micro-batches of ``micro_batch_size`` packed sequences on every rank. At the
+end of an epoch what is left makes a smaller step; a rank with nothing left gets an empty list and contributes zero
+gradients, so that the others need not wait.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from spectrain.data.packing import pack_rows
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Rows of one optimiser step on one rank: micro-batches of document numbers."""
+    """What one rank does in one optimiser step: micro-batches of document numbers."""
 
     epoch: int
     micro_batches: list[list[int]]

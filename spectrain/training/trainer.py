@@ -166,7 +166,7 @@ class Trainer:
         options = self.config.trainer
         for step in range(first, self.sampler.total_steps):
             for documents in self.sampler[step].micro_batches:
-                # A rank whose rows have run out in this epoch runs one token, in which nothing can count: the others
+                # A rank with nothing left in this epoch runs one token, in which nothing can count: the others
                 # wait for its gradients, and data-parallel wrappers exchange them only after a forward pass.
                 chosen, most = (documents, options.packed_length) if documents else ([0], 1)
                 numbers = tuple(self.train[d] for d in chosen)

@@ -254,7 +254,7 @@ def test_a_disk_that_is_too_small(workplace, monkeypatch, capsys):
     monkeypatch.setattr("shutil.disk_usage", lambda path: Usage)
     code, _, err = dry_run(capsys, *workplace)
     assert code == 2
-    assert "the states need up to" in err
+    assert "the hidden states need up to" in err
     assert check_disk.__doc__
 
 

@@ -86,7 +86,7 @@ def test_quickstarts_plan_from_the_installed_package(
     method = recipe.split("_")[0].replace("quickstart", "eagle3")
     assert f"drafter {method}, taps [2, " in out and "30 layers, hidden size 576, 49,152 tokens" in out
     assert "340 training, 40 held out" in out
-    for text in ("GB of states", "memory target", "M trained parameters", "in all"):
+    for text in ("GB of hidden states", "memory target", "M trained parameters", "in all"):
         assert text in out
     fewer = dry_run(capsys, f"recipe={recipe}", "decoding.num_speculative_tokens=2")
     blocks = "" if method == "eagle3" else " of the 3 that it can give"

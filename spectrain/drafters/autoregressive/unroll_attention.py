@@ -6,6 +6,7 @@ features (step 0), and the current draft's own keys follow behind column t. One 
 
 Step 0 needs every column of a document as a key but only the M counted columns as queries, so queries and keys have
 different lengths.
+
 Three equal implementations: ``eager`` (documents one by one, plain products: fastest on a CPU with short documents, and
 the reference), ``sdpa`` (one masked call), ``flex`` (block-sparse kernels on a GPU; the two parts are merged by their
 log-sum-exp).

@@ -4,7 +4,7 @@ An anchor is a generated token whose successor was generated too: what a server 
 them afresh at each step, uniformly without replacement in every document; the simulation takes them all. The draw is
 stateless in (seed, step, document), so neither packing, nor ranks, nor a resumed run changes it.
 
-The draft in place k (from 0) behind anchor a predicts x_{a+1+k} and asks the teacher at a + k, whatever slot of the
+Draft k (from 0) behind anchor a predicts x_{a+1+k} and asks the teacher at a + k, whatever slot of the
 block makes it. It counts while everything from the anchor to the predicted token was generated, without a gap, in one
 document.
 
@@ -40,8 +40,9 @@ def all_anchors(batch: PackedBatch) -> Tensor:
 
 
 def draw_anchors(batch: PackedBatch, per_row: int) -> Tensor:
-    """Flat positions [R] of the anchors that this step trains, ascending: of each document its share of ``per_row`` by
-    length (one at least), or all it has. A batch without a draw (see ``PackedBatch``) trains all."""
+    """Flat positions [R] of the anchors that this step trains, ascending: ``per_row`` are the anchors of a whole packed
+    sequence, of which each document has a share by its length (one at least, and no more than it has). A batch without
+    a draw (see ``PackedBatch``) trains all."""
     draw = batch.draw
     if draw is None:
         return all_anchors(batch)

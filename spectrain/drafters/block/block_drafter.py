@@ -148,7 +148,7 @@ class _DraftChooser:
         self.hidden_BnH = hidden_BnH
         self.base_BnD = at_least_float32(linear(hidden_BnH, drafter.lm_head_DH.to(hidden_BnH.dtype)))
         self.prev_B = anchor_B
-        self.carry_Br: Tensor | None = None  # what a recurrent Markov head carries from slot to slot
+        self.carry_Br: Tensor | None = None  # what an rnn Markov head carries from slot to slot
         self.ids: list[Tensor] = []
         self.log_probs: list[Tensor] = []
         self.confidences: list[Tensor] = []

@@ -1,25 +1,21 @@
 """Closed-form initialisation of a block drafter: heads that look where the information is, and ridge regression for
 what they carry.
 
-Started from copied layers, a block drafter needs thousands of steps before its mask slots look at the two places that
-decide the next
-tokens: the anchor, and the last token of the context. Both can be had at once, and what is linear from there can be
-solved for.
+Started from copied layers, a block drafter needs thousands of steps before its mask slots look at the two positions
+that decide the next tokens: the anchor, and the last token of the context. Both can be had at once, and what is linear
+from there can be solved for.
 
-    keys      k_proj of rank 2: one part for the kind a key-value head looks at (the anchor, or the context), in fast
-              rotary pairs, one
-              for the others, in slow pairs. Directions u with u·x near 1 or 0 by kind are least squares; the key norm
-              does the rest
+    keys      k_proj of rank 2: one part for the kind of input a key-value head looks at (the anchor, or the context),
+              in fast rotary pairs, one for the others, in slow pairs. Directions u with u·x near 1 or 0 by kind are
+              least squares; the key norm does the rest
     queries   a constant. Equal weights in log-spaced rotary pairs make scores fall with the logarithm of the distance,
-              so the nearest key
-              of the kind wins; the mask slots, always scored the same, win beyond a distance. Query heads that share
-              keys differ
-              in that distance: they are gates by slot number
-    values    codes of the input from which the next states are predicted best (reduced-rank regression, Izenman 1975)
+              so the nearest key of the kind wins; the mask slots, always scored the same, win beyond a distance. Query
+              heads that share keys differ in that distance: they are gates by slot number
+    values    codes of the input from which the next hidden states are predicted best (reduced-rank regression, Izenman
+              1975)
     outputs   o_proj, then down_proj, by ridge regression from what the heads and the MLP's units really are to the
-              teacher's last hidden
-              state at each slot, divided by its root mean square (the final norm undoes it). First for layer 0, then
-              for layer 1 on what is left. Further layers start as the identity
+              teacher's last hidden state at each slot, divided by its root mean square (the final norm undoes it).
+              First for layer 0, then for layer 1 on what is left. Further layers start as the identity
 
 Legend: R blocks, B slots, T tokens, H hidden, S counted rows (block, slot), I inputs, U units, N heads, G key-value
 heads, M = N/G, d size of a head.
@@ -255,8 +251,8 @@ def _set_keys_and_values(drafter: BlockDrafter, layer: BlockLayer, pairs: _Pairs
     shape, attention = drafter.shape.layer, layer.self_attn
     groups, d, hidden = shape.num_key_value_heads, shape.head_dim, shape.hidden_size
     share = shape.num_attention_heads // groups
-    # The anchor's embedding is read by layer 0, where it still stands alone; the context by what is left of it and by
-    # the next layer.
+    # The anchor's embedding is read by layer 0, where nothing is added to it yet; the context by what is left of it and
+    # by the next layer.
     alone = len(drafter.body.layers) == 1
     anchor_groups = 0 if layer.index > 0 else max(1, groups // 3 if alone else groups - max(1, groups // 3))
     codes = kinds.codes(anchor_groups * d, (groups - anchor_groups) * d)

@@ -5,8 +5,8 @@ context key is not normed again and does not change from layer to layer, so it d
 be kept. The block attends to the context strictly before its anchor and to itself; which rows that are is the caller's
 business (``attend``), because training packs many blocks where a server has a cache.
 
-The module is the architecture and nothing else: ``training.py`` trains it, ``decode.py`` drafts with it. Names and
-shapes of the parameters are those of the checkpoint that vLLM loads.
+The module is the architecture and nothing else: ``block_training.py`` trains it, ``block_decode.py`` drafts with it.
+Names and shapes of the parameters are those of the checkpoint that vLLM loads.
 
 Legend: R blocks, B slots, T context tokens, A taps, H hidden, N heads, G key-value heads, d size of a head.
 """

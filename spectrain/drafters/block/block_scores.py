@@ -1,6 +1,6 @@
 """Acceptance of every block of a text, for the simulation.
 
-A slot is looked at only where all slots before it can stand: what comes behind a certain failure is never seen by a
+A slot is looked at only where all slots before it can be accepted: what follows a certain rejection is never seen by a
 simulation, and at temperature 0 that is most of the slots. So the head, nearly all of the cost, runs on about as many
 rows an anchor as a server gains tokens.
 

@@ -44,7 +44,7 @@ class ConvShape:
 
 @dataclass(frozen=True)
 class SelectorShape:
-    """The candidate selector of DFlash2 (``selector.py``)."""
+    """The candidate selector of DFlash2 (``heads.py``)."""
 
     rank: int
     top_k: int

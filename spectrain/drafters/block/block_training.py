@@ -3,10 +3,10 @@
 Work is proportional to what counts. Only real anchors make blocks; only slots that predict a generated token meet the
 head; a teacher's distribution is made once for all blocks that reach its position. The bias of the plain Markov head
 depends on the token before the predicted one, which is the teacher's own token: it, too, is made once per position
-(``losses.Bias``), though DSpark's paper adds it slot by slot.
+(``losses/students.py``), though DSpark's paper adds it slot by slot.
 
-Losses: those of ``loss_terms.py`` for the distribution a slot drafts from. With a selector that distribution lives on a
-few candidates; the base logits, which decide who is a candidate, are trained by the same terms beside it, with the same
+Losses: those of ``losses/`` for the distribution a slot drafts from. With a selector that distribution lives on a few
+candidates; the base logits, which decide who is a candidate, are trained by the same terms beside it, with the same
 weight. The confidence head learns 1 − TV(p, q), the probability that its slot is accepted at temperature 1, by
 cross-entropy.
 
@@ -66,8 +66,8 @@ def run_blocks(drafter: BlockDrafter, batch: PackedBatch, anchor_R: Tensor, num_
 
 
 def previous_tokens(batch: PackedBatch, anchor_R: Tensor, num_drafts: int) -> Tensor:
-    """[R, J]: the document's token before each predicted one. Places behind the batch's end repeat its last token: they
-    never count.
+    """[R, J]: the document's token before each predicted one. Positions behind the batch's end repeat its last token:
+    they never count.
     """
     draft_J = torch.arange(num_drafts, device=anchor_R.device)
     return batch.input_ids_T[(anchor_R[:, None] + draft_J).clamp(max=batch.num_tokens - 1)]

@@ -36,8 +36,8 @@ _INIT_STD = 0.02
 
 
 class MarkovHead(nn.Module):
-    """W1 [V, r] and W2 [D, r], and the projections of the gated and the recurrent variant. ``markov_w2.weight`` maps
-    ``s_j`` to logits.
+    """W1 [V, r] and W2 [D, r], and the projections of the gated and the rnn variant. ``markov_w2.weight`` maps ``s_j``
+    to logits.
     """
 
     def __init__(self, shape: MarkovShape, hidden_size: int, target_vocab_size: int, draft_vocab_size: int) -> None:
@@ -67,9 +67,7 @@ class MarkovHead(nn.Module):
         return torch.tanh(output), gate * carry_Rr + (1 - gate) * torch.tanh(candidate)
 
     def states(self, embedding_RJr: Tensor, hidden_RJH: Tensor) -> Tensor:
-        """Teacher forced: s [R, J, r] of all drafting slots at once. Only the recurrent variant has to go slot
-        by slot.
-        """
+        """Teacher forced: s [R, J, r] of all drafting slots at once. Only the rnn variant has to go slot by slot."""
         if self.shape.kind != "rnn":
             return self.step(embedding_RJr, hidden_RJH, None)[0]
         carry, states = None, []

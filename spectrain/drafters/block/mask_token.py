@@ -20,7 +20,7 @@ _LEAST_NORM = 0.5
 def choose_mask_token(used_V: np.ndarray, embedding_VH: Tensor) -> int:
     """The last token of the vocabulary that the training text never uses and whose embedding is no shorter than most.
 
-    ``used_V``: how often each token occurs. Reserved tokens tend to stand last. Raises ConfigError where every token
+    ``used_V``: how often each token occurs. Reserved tokens tend to come last. Raises ConfigError where every token
     occurs.
     """
     norms_V = embedding_VH.float().norm(dim=-1).cpu()

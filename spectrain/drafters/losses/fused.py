@@ -1,11 +1,11 @@
 """Distillation losses from hidden states, without ever holding [tokens, vocabulary].
 
-The head is the cost of a small drafter: 2·H·D operations per logit row against a few million for its layers, and
-several rows (one per autoregressive step, or per block that reaches the position) ask the same teacher. So work is
-ordered by *teacher position*: for a chunk of positions the teacher's distribution is made once, all students of each
-position are scored against it, and, because every loss here is a sum with known weights, the gradient is taken in the
-same pass. Forward and backward together are three products per row (logits, d hidden, d weight); nothing is recomputed
-and only one chunk of logits is alive. What follows the products goes through memory in tiles that a processor's cache
+The head is the cost of a small drafter: 2·H·D operations per student against a few million for its layers, and several
+students (one per autoregressive step, or per block that reaches the position) ask the same teacher. So work is ordered
+by *teacher position*: for a chunk of positions the teacher's distribution is made once, all students of each position
+are scored against it, and, because every loss here is a sum with known weights, the gradient is taken in the same pass.
+Forward and backward together are three products per student (logits, d hidden, d weight); nothing is recomputed and
+only one chunk of logits is alive. What follows the products goes through memory in tiles that a processor's cache
 holds.
 
 The terms themselves are in ``terms.py``, their plain version in ``reference.py``.

@@ -57,8 +57,8 @@ class Bias:
 
 @dataclass
 class Students:
-    """Predictions in the order of their teachers: the students of teacher u stand together, and teachers with as many
-    too (not needed, but then tiles are large)."""
+    """Predictions in the order of their teachers: those of one teacher follow one another, and so do
+    teachers with equally many (not needed, but then tiles are large)."""
 
     hidden_SH: Tensor  # normed outputs of the drafter
     weight_S: Tensor  # weight in the loss; 0: not there
@@ -97,8 +97,8 @@ def by_teacher(teacher_S: Tensor) -> tuple[Tensor, Tensor, list[int]]:
     """Order in which students (given by their teachers' positions) become ``Students``: (order [S], teacher positions
     [U], counts).
 
-    Teachers with as many students stand together, the busiest last; among those, and among the students of one teacher,
-    the order stays.
+    Teachers with equally many students follow one another, those with most last; among those, and among the students of
+    one teacher, the order stays.
     """
     teacher_U, count_U = torch.unique(teacher_S, return_counts=True)
     rank_U = torch.argsort(count_U, stable=True)

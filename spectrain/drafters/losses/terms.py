@@ -1,4 +1,4 @@
-"""The loss terms of one position with their gradients, as the fused loss computes them; in plain torch they stand in
+"""The loss terms of one position with their gradients, as the fused loss computes them; in plain torch they are in
 ``reference.py``.
 
 With p the drafter's distribution over its D tokens, q the target's distribution (true mass, not renormalised to the
@@ -68,7 +68,7 @@ def terms_and_gradient(
     """Weighted loss of k students for each of c teachers; ``target_c`` is x* as a draft id, -1 where it is outside.
 
     ``logits_ckD`` is overwritten by the gradient of the sum that is returned, ``outcome`` is filled in. Every gradient
-    is ``p·(a − s·[p<q]) − c·q − e·onehot`` with a, s, c, e per row, so terms are summed as coefficients first.
+    is ``p·(a − s·[p<q]) − c·q − e·onehot`` with a, s, c, e per student, so terms are summed as coefficients first.
     """
     ce_w, kl_w, tv_w, lk_w = (loss_weights.get(name, 0.0) for name in FUSED_TERMS)
     counted_ck = weight_ck > 0

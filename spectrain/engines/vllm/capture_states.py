@@ -152,8 +152,8 @@ class VLLMCapture:
         through the target.
 
         After a kill what vLLM had not written yet is captured again; shards that it had written are leftovers for the
-        next time. Raises ``RunError`` if the self-check fails, a state is not finite, vLLM dies or hidden states do not
-        arrive.
+        next time. Raises ``RunError`` if the self-check fails, a hidden state is not finite, vLLM dies or hidden states
+        do not arrive.
         """
         plan = self.plan(writer.meta, shard_bytes)
         ordered = sorted(responses, key=lambda response: (-len(response.input_ids), response.key))

@@ -81,7 +81,7 @@ class Speculation:
         self._rounds: dict[str, list[list[int]]] = {}
 
     def before_step(self) -> None:
-        """Note what the step is going to verify."""
+        """Record what the step is going to verify."""
         self._proposed = [
             (request, request.num_output_tokens, self._drafts(request))
             for request in self._scheduler.running

@@ -1,7 +1,7 @@
 """Runs one command and sees to it that nothing of it outlives whoever started it: ``python -m
 spectrain.engines.vllm.guard -- command``.
 
-A vLLM server is several processes, and they do not notice that the one who wanted them is gone. So a guard stands
+A vLLM server is several processes, and they do not notice that the one who wanted them is gone. So a guard sits in
 between: it holds the reading end of a pipe (its stdin) whose only writing end is its parent's. When the pipe closes,
 because the parent says so or because it was killed, the guard ends the command with everything that the command
 started. It does the same when the command's first process ends by itself.

@@ -1,7 +1,7 @@
 """One vLLM server that is started here: its command, its log, whether it is healthy, and its end.
 
 The server listens on a Unix socket in a private folder, not on a port: nobody else can reach it, and no other program
-can take its address between the moment it is chosen and the moment vLLM binds it. A guard (``guard.py``) stands between
+can take its address between the moment it is chosen and the moment vLLM binds it. A guard (``guard.py``) sits between
 us and the server, so that all its processes end with ours, however ours ends.
 """
 
