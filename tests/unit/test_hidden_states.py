@@ -229,6 +229,7 @@ def test_capture_killed_between_shard_and_index_is_repeated_without_that_shard(
     ]
 
 
+@pytest.mark.slow
 def test_sigkill_at_any_moment_leaves_a_store_that_can_be_read_and_continued(tmp_path: Path) -> None:
     program = """
         import sys

@@ -208,6 +208,7 @@ def test_one_pass_waits_for_hidden_states_unless_generation_fails(error, monkeyp
         assert "1 documents did not arrive" in capsys.readouterr().err.replace("\n", " ")
 
 
+@pytest.mark.vllm
 @pytest.mark.parametrize(
     ("engine", "servers"),
     [

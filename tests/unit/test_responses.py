@@ -274,6 +274,7 @@ WRITER = """
 """
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_nothing_is_lost_or_doubled(tmp_path: Path) -> None:
     """SIGKILL a process that appends without pause, three times, then let it finish."""
     total, moments, folder = 300, random.Random(0), tmp_path / "responses"

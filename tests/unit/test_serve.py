@@ -28,6 +28,8 @@ from spectrain.errors import ConfigError, InputError
 from spectrain.stages import serve as stage
 from spectrain.stages.serve import serve_command
 
+pytestmark = pytest.mark.vllm  # what is started, and with which arguments, goes by the vLLM that is installed
+
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 

@@ -23,6 +23,8 @@ from spectrain.engines.vllm.server_process import ServerProcess, server_command
 from spectrain.errors import ConfigError, RunError
 from spectrain.stages.checks import check_config
 
+pytestmark = pytest.mark.vllm
+
 
 def write_config(folder: Path, **fields: object) -> Path:
     (folder / "config.json").write_text(json.dumps(fields), encoding="utf-8")
