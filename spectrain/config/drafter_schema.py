@@ -20,8 +20,8 @@ class LossConfig(Section, name="drafter.loss"):
     weights: dict[str, float] = key(
         make=lambda: {"ce": 0.1, "tv": 0.9},
         help="coefficient of each loss term: ce, kl, tv, lk, or one that was added to drafters/losses/reference.py; "
-        "the default suits temperatures 0 to 1, ce alone 0, tv alone 1",
-        example="{kl: 1.0}",
+        "the default suits temperatures 0 to 1, ce alone 0, tv alone 1; a term that is not named keeps its coefficient",
+        example="{ce: 0.0, tv: 0.0, kl: 1.0}",
     )
     implementation: Literal["fused", "reference"] = key(
         "fused",
