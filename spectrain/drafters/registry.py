@@ -8,6 +8,8 @@ its module (``drafter=mine drafter.module=my_pkg.my_drafter``), or let your pack
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -191,10 +193,12 @@ def register(method: DrafterMethod) -> DrafterMethod:
 def load_module(module: str | None) -> None:
     """Import the module of ``drafter.module``, which registers its kind: by ``register``, or by a ``METHOD`` in it.
 
-    Raises ConfigError if it cannot be imported, or registers nothing.
+    It is looked for in the current folder, too. Raises ConfigError if it cannot be imported, or registers nothing.
     """
     if module is None:
         return
+    if os.getcwd() not in sys.path:  # an installed command does not have it there, unlike `python -m`
+        sys.path.append(os.getcwd())
     known = set(_registered)
     try:
         found = importlib.import_module(module)

@@ -29,7 +29,7 @@ from spectrain.engines.vllm.engine import VLLMEngine
 from spectrain.engines.vllm.open_vllm import open_vllm
 from spectrain.engines.vllm.requests import VLLMClient
 from spectrain.errors import RunError
-from spectrain.files import write_atomically
+from spectrain.files import plain, write_atomically
 from spectrain.stages.run_dir import RunDir
 from spectrain.target.end_tokens import end_token_ids
 from spectrain.target.model import TargetModel, choose_device, choose_dtype
@@ -223,10 +223,4 @@ class Context:
 
 def config_yaml(config: SpectrainConfig) -> str:
     """The resolved configuration as YAML, in the order of the dataclasses."""
-    return yaml.safe_dump(_plain(asdict(config)), sort_keys=False, allow_unicode=True)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _plain(entry) for key, entry in value.items()}
-    return [_plain(entry) for entry in value] if isinstance(value, list | tuple) else value
+    return yaml.safe_dump(plain(asdict(config)), sort_keys=False, allow_unicode=True)

@@ -31,7 +31,7 @@ from spectrain.decoding.confidence_samples import error_per_position
 from spectrain.drafters.drafter import Drafter
 from spectrain.drafters.drafter_folder import save_drafter
 from spectrain.errors import RunError
-from spectrain.files import write_atomically
+from spectrain.files import plain, write_atomically
 from spectrain.training.calibrate import calibrate_folder
 from spectrain.training.checkpointing import load_checkpoint, save_checkpoint
 from spectrain.training.optim import build_optimizers, lr_factor, set_learning_rates
@@ -265,7 +265,7 @@ class Trainer:
             facts = {
                 **self.folder_metadata.get("metadata", {}),
                 "step": step,
-                "simulated_acceptance_length": _plain(length),
+                "simulated_acceptance_length": plain(length),
             }
             save_drafter(
                 self.drafter,
@@ -328,7 +328,7 @@ class Trainer:
         if self.accelerator.is_main_process:
             self.paths.metrics.parent.mkdir(parents=True, exist_ok=True)
             with self.paths.metrics.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(_plain({"step": step, **values})) + "\n")
+                file.write(json.dumps(plain({"step": step, **values})) + "\n")
         if self.config.logger.trackers:
             self.accelerator.log(
                 {key: value for key, value in values.items() if isinstance(value, int | float)}, step=step
@@ -350,15 +350,6 @@ def simulation_metrics(result: SimulatedAcceptance, seconds: float) -> dict[str,
             else {"confidence_error": error_per_position(result.confidence, Calibration())}
         ),
     }
-
-
-def _plain(value: Any) -> Any:
-    """NaN, which JSON does not have, becomes null: a simulation without rounds has no acceptance length."""
-    if isinstance(value, dict):
-        return {key: _plain(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _keep_metrics_up_to(path: Path, step: int) -> None:

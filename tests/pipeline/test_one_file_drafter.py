@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,16 @@ def test_a_module_without_a_kind_is_refused(
     assert code == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+def test_its_module_is_found_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_pkg").mkdir()
+    text = (Path(__file__).parent / "one_linear_drafter.py").read_text(encoding="utf-8")
+    (tmp_path / "my_pkg" / "my_drafter.py").write_text(text.replace('"one_linear"', '"mine"'), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    load_module("my_pkg.my_drafter")
+    assert find_method("mine").architecture == "OneLinearDrafter"
 
 
 def test_it_is_registered_by_its_module_alone() -> None:
