@@ -30,6 +30,7 @@ from spectrain.data.hidden_states import TargetStates
 from spectrain.data.packing import Draw, pack_batch
 from spectrain.drafters.block import block_training as training
 from spectrain.drafters.block.block_drafter import BlockDrafter
+from spectrain.drafters.losses import fused
 from spectrain.drafters.losses import students as losses
 from spectrain.drafters.losses.students import LossSums
 
@@ -220,7 +221,7 @@ def test_chunks_and_attention_paths_change_nothing(options: BlockOptions, monkey
         (7 * row, 3 * row, 900, "sdpa"),
     ):
         monkeypatch.setattr(losses, "CHUNK_BYTES", chunk)
-        monkeypatch.setattr(losses, "_TILE_BYTES", tile)
+        monkeypatch.setattr(fused, "_TILE_BYTES", tile)
         monkeypatch.setattr(training, "_CANDIDATE_BYTES", candidate)
         changed = with_loss(replace(options, attention=attention), EVERY_LOSS)
         drafter = random_block_drafter(changed)

@@ -151,7 +151,7 @@ def test_a_drafter_without_confidence_is_refused_before_anything_happens(argumen
             "run",
             *arguments,
             f"run.dir={tmp_path / 'run'}",
-            "drafter.block.confidence=false",
+            "drafter.dspark.confidence=false",
             "suite.policies=[scheduler]",
         ]
     )

@@ -12,6 +12,7 @@ import pytest
 import torch
 from tiny import tiny_target
 
+from spectrain.config.commands import COMMANDS
 from spectrain.config.drafter_schema import BlockConfig, DFlash2Config, DrafterConfig, DSparkConfig
 from spectrain.config.schema import SpectrainConfig
 from spectrain.data.vocab import DraftVocab, full_vocab
@@ -108,7 +109,7 @@ def test_what_a_method_does_not_have_is_refused(fields: dict[str, Any], message:
             SpectrainConfig(
                 drafter=DrafterConfig(**{name: value() if callable(value) else value for name, value in fields.items()})
             ),
-            "fit",
+            COMMANDS["fit"],
         )
 
 
@@ -124,10 +125,10 @@ OTHERS = [
 @pytest.mark.parametrize(("method", "key"), OTHERS)
 def test_a_key_of_another_kind_is_refused_where_the_command_line_sets_it(method: str, key: str) -> None:
     config = SpectrainConfig(drafter=DrafterConfig(method=method))
-    check_kind(config, "fit")
+    check_kind(config, COMMANDS["fit"])
     section = key.partition(".")[0]
     with pytest.raises(ConfigError, match=f"{method} does not read drafter.{section}: leave it out"):
-        check_kind(config, "fit", {f"drafter.{key}"})
+        check_kind(config, COMMANDS["fit"], {f"drafter.{key}"})
 
 
 @pytest.mark.parametrize(

@@ -224,8 +224,8 @@ def test_every_server_is_warmed_up_before_the_clock_runs(engine, servers, monkey
         config=SpectrainConfig(engine=engine), template=SimpleNamespace(first_prompt_ids=lambda conversation: [1, 2])
     )
 
-    def decode(prompts, limits, streams, on_tokens):
-        assert len(prompts) == len(limits) == len(streams)
+    def decode(prompts, on_tokens):
+        assert all(prompt.ids == [1, 2] for prompt in prompts)
         asked.append(len(prompts))
 
     answering.answer_all(
