@@ -30,8 +30,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Imported once for all; every forked test run starts with them.
-import accelerate  # noqa: F401
 import autoregressive
 import block
 import config
@@ -40,12 +38,8 @@ import decoding
 import drafters
 import engines
 import evaluation
-import hypothesis  # noqa: F401
-import pytest
 import stages
-import torch
 import training
-import transformers
 from mutation import Mutation
 
 HERE = Path(__file__).resolve().parent
@@ -92,6 +86,8 @@ def run_tests(folder: Path, tests: Sequence[str], first_failure: Path) -> None:
         del sys.modules[area]
     os.environ["PYTHONPATH"] = str(folder)  # for the processes that tests start
     options = ["-x", "-q", "--no-header", "-p", "no:cacheprovider"]
+    import pytest
+
     os._exit(pytest.main([*options, *tests], plugins=[FirstFailure(first_failure)]))
 
 
@@ -179,6 +175,13 @@ def commit() -> str:
 
 
 def prepare_process() -> None:
+    """What all test runs share is imported once: each is forked from here."""
+    import accelerate  # noqa: F401
+    import hypothesis  # noqa: F401
+    import pytest  # noqa: F401
+    import torch
+    import transformers
+
     torch.set_num_threads(1)
     os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONDONTWRITEBYTECODE": "1"}
     sys.dont_write_bytecode = True

@@ -60,6 +60,11 @@ def test_the_fastest_of_those_measured(autoregressive):
     assert found.reason == "1.50x measured (suite s, engine hf, temperature 0)"
 
 
+def test_of_equally_fast_numbers_the_smaller_one():
+    found = recommend([record(5, speedup=1.5), record(3, speedup=1.5), record(4, speedup=1.5)], autoregressive=False)
+    assert found.num_speculative_tokens == 3
+
+
 def test_without_a_baseline_tokens_per_second_decide():
     slow, fast = record(3, speedup=None, output_tokens_per_s=20.0), record(2, speedup=None, output_tokens_per_s=30.0)
     found = recommend([slow, fast], autoregressive=False)
