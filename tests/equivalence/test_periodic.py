@@ -50,6 +50,7 @@ def test_the_target_speaks_in_periods(target: tuple[TargetModel, Path]) -> None:
     assert answers(target[0], prompts) == [periodic_text(m, phase + 9, ANSWER) for m, phase in STARTS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("drafter_options", "trainer_options"),
     [

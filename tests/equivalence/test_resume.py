@@ -132,6 +132,7 @@ def test_a_finished_training_changes_nothing_when_run_again(tmp_path: Path) -> N
     assert everything(tmp_path / "run") == before
 
 
+@pytest.mark.slow
 def test_sigkill_at_a_random_moment(tmp_path: Path) -> None:
     store = store_in(tmp_path / "hidden_states")
     train(tmp_path / "whole", store, "muon")

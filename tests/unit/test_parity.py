@@ -212,6 +212,7 @@ def test_a_drafter_that_reads_the_last_hidden_state_is_shown_it_in_replay(family
 # --- naming the cause ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [Options(taps=(1, 4, 6), reduced=True), ALL_ON], ids=lambda o: o.name)
 def test_every_misreading_is_named(family: Family, options: Options) -> None:
     """Decoded by our own loop under each misreading in turn, so none is explained by another alone."""

@@ -45,6 +45,7 @@ def test_a_finished_stage_with_the_same_inputs_is_skipped(run_dir):
 def test_tuples_and_lists_are_the_same_input(run_dir):
     finish(run_dir, "capture", fixed={"drafter.taps": (1, 2)})
     assert decide(run_dir, fixed={"drafter.taps": [1, 2]}).skip
+    assert decide(run_dir, fixed={"drafter.taps": (1, 2)}).skip
 
 
 def test_a_changed_fixed_input_says_what_changed_and_removes_what_came_of_it(run_dir):
