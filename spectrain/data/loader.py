@@ -7,6 +7,9 @@ from an iterator: a training that goes on in the middle of an epoch begins there
 Workers are spawned, not forked: they import torch and this package's data modules, and hold neither the target nor
 anything that lives on a device. Each takes about two seconds to start, once a training, and sends its batches through
 shared memory (/dev/shm). With 0 workers batches are made when they are asked for, in the trainer's own process.
+
+Cost on a CPU: to make a batch of 2048 tokens (H = 576, 3 taps, float32) takes 4 ms, a thousandth of a step; to receive
+one from a worker takes the trainer 5 ms. So there is nothing to gain there, and workers are for accelerators.
 """
 
 from __future__ import annotations
