@@ -229,6 +229,16 @@ def test_capture_killed_between_shard_and_index_is_repeated_without_that_shard(
     ]
 
 
+def test_a_document_is_done_when_its_shard_is(tmp_path: Path) -> None:
+    """What is only gathered in memory would be lost in a kill, so it does not count as captured."""
+    meta = make_meta()
+    with HiddenStatesWriter(tmp_path, meta, shard_of_tokens(meta, 20)) as writer:
+        writer.add(make_states(0, 10))
+        assert writer.done_keys() == set()
+        writer.flush()
+        assert writer.done_keys() == {make_states(0, 10).key}
+
+
 @pytest.mark.slow
 def test_sigkill_at_any_moment_leaves_a_store_that_can_be_read_and_continued(tmp_path: Path) -> None:
     program = """
