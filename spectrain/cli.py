@@ -212,11 +212,11 @@ class SweepJob:
 
 
 def _multirun(line: CommandLine, command: Command) -> None:
-    from spectrain.config.loading import multirun, sweep_jobs
+    from spectrain.config.loading import given_keys, multirun, sweep_jobs
     from spectrain.stages.checks import check_config
 
     for config in sweep_jobs(line.overrides):  # a mistake in the last job must not wait for the first ones
-        check_config(config, command)
+        check_config(config, command, given_keys(line.overrides))
     with tempfile.TemporaryDirectory() as scratch:
         job = SweepJob(command.name, line.dry_run, _shared_data_dir(line, command))
         multirun(line.overrides, job, Path(scratch) if line.dry_run else None)

@@ -266,8 +266,12 @@ def _base_values(parsed: Sequence[Override]) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise InputError(f"{file} is not a configuration: delete the file, or name a recipe")
     values.pop("run", None)
-    build(values)
     # A group that is chosen anew starts from its own defaults: what was set for another method or engine does not
     # belong to it.
     chosen = {str(override.key_or_group) for override in parsed}
-    return {section: value for section, value in values.items() if section not in chosen & set(GROUPS)}
+    kept = {section: value for section, value in values.items() if section not in chosen & set(GROUPS)}
+    try:
+        build(kept)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error} (correct that file, or name a recipe)") from error
+    return kept

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -182,33 +182,56 @@ class DrafterMethod:
 
 
 _registered: dict[str, DrafterMethod] = {}
+_of_module: dict[str, dict[str, DrafterMethod]] = {}  # what each module of ``drafter.module`` registered
 
 
 def register(method: DrafterMethod) -> DrafterMethod:
-    """Make a kind known under its name; of two with one name the later one counts."""
+    """Make a kind known under its name; of two with one name the later one counts. Raises ConfigError for one without
+    a name or a label.
+    """
+    for attribute in ("name", "label"):
+        if not getattr(method, attribute, ""):
+            raise ConfigError(
+                f"a kind of drafter has no {attribute}: set `{attribute}` in class {type(method).__name__}"
+            )
     _registered[method.name] = method
     return method
 
 
-def load_module(module: str | None) -> None:
+def load_module(module: str | None) -> tuple[str, ...]:
     """Import the module of ``drafter.module``, which registers its kind: by ``register``, or by a ``METHOD`` in it.
+    Returns the names of the kinds that it registers.
 
     It is looked for in the current folder, too. Raises ConfigError if it cannot be imported, or registers nothing.
     """
     if module is None:
-        return
+        return ()
+    if module not in _of_module:
+        _of_module[module] = _import_kinds(module)
+    for method in _of_module[module].values():
+        register(method)
+    return tuple(_of_module[module])
+
+
+def _import_kinds(module: str) -> dict[str, DrafterMethod]:
     if os.getcwd() not in sys.path:  # an installed command does not have it there, unlike `python -m`
         sys.path.append(os.getcwd())
-    known = set(_registered)
+    before = dict(_registered)
     try:
         found = importlib.import_module(module)
-    except Exception as error:  # whatever code of the user's raises
+        if isinstance(getattr(found, "METHOD", None), DrafterMethod):
+            register(found.METHOD)
+    except (Exception, SystemExit) as error:  # whatever code of the user's raises
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(f"drafter.module={module} cannot be imported ({type(error).__name__}: {reason})") from error
-    if isinstance(getattr(found, "METHOD", None), DrafterMethod):
-        register(found.METHOD)
-    elif set(_registered) == known and not any(type(m).__module__ == module for m in _registered.values()):
+    kinds = {
+        name: method
+        for name, method in _registered.items()
+        if before.get(name) is not method or type(method).__module__ == module
+    }
+    if not kinds:
         raise ConfigError(f"drafter.module={module} registers no kind of drafter: end it with METHOD = MyMethod()")
+    return kinds
 
 
 def find_method(name: str) -> DrafterMethod:
@@ -228,15 +251,36 @@ def known_method(name: str) -> DrafterMethod | None:
     if name in _SHIPPED:
         return register(importlib.import_module(_SHIPPED[name]).METHOD)
     for entry in entry_points(group=DRAFTER_ENTRY_POINTS, name=name):
-        found = entry.load()
-        return register(found if isinstance(found, DrafterMethod) else found.METHOD)
+        return register(_load_entry(entry))
     return None
+
+
+def _load_entry(entry: EntryPoint) -> DrafterMethod:
+    try:
+        found = entry.load()
+        method = found if isinstance(found, DrafterMethod) else found.METHOD
+        if not isinstance(method, DrafterMethod):
+            raise TypeError(f"METHOD is a {type(method).__name__}, not a DrafterMethod")
+    except (Exception, SystemExit) as error:  # whatever code of a package raises
+        raise ConfigError(
+            f"drafter.method={entry.name}: an installed package declares it as {entry.value}, which cannot be loaded "
+            f"({type(error).__name__}: {error}): repair that package or uninstall it"
+        ) from error
+    return method
 
 
 def method_names() -> list[str]:
     """Names of all kinds that can be trained, those that ship first."""
     names = [*_SHIPPED, *_registered, *(entry.name for entry in entry_points(group=DRAFTER_ENTRY_POINTS))]
-    return [name for name in dict.fromkeys(names) if (method := known_method(name)) is not None and method.trainable]
+    return [name for name in dict.fromkeys(names) if _trainable(name)]
+
+
+def _trainable(name: str) -> bool:
+    try:
+        method = known_method(name)
+    except ConfigError:  # a broken package must not hide the kinds that work
+        return False
+    return method is not None and method.trainable
 
 
 def all_methods() -> list[DrafterMethod]:

@@ -14,6 +14,7 @@ from spectrain.config.commands import Command
 from spectrain.config.conversion import flatten, suggest
 from spectrain.config.drafter_schema import DrafterConfig
 from spectrain.config.schema import SpectrainConfig
+from spectrain.console import say
 from spectrain.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
@@ -38,8 +39,10 @@ def check_kind(config: SpectrainConfig, command: Command, given: Set[str] = froz
     """
     from spectrain.drafters.registry import find_method, load_module
 
-    load_module(config.drafter.module)
+    kinds = load_module(config.drafter.module)
     method = find_method(config.drafter.method)
+    if "drafter.module" in given and method.name not in kinds:
+        say(f"note: drafter.module registers {', '.join(kinds)}, but the drafter is {method.name}: drafter={kinds[0]}?")
     if not method.trainable:
         raise ConfigError(f"drafter.method={method.name}: this version serves such drafters, it does not train them")
     _refuse_sections_of_others(method, given)
@@ -61,6 +64,8 @@ def check_kind(config: SpectrainConfig, command: Command, given: Set[str] = froz
 
 def _refuse_sections_of_others(method: DrafterMethod, given: Set[str]) -> None:
     others = sections_of_others(method)
+    if type(method).__module__.partition(".")[0] == "spectrain":
+        others |= {"options"}  # for kinds from elsewhere
     for key in sorted(given):
         parent, _, rest = key.partition(".")
         section = rest.partition(".")[0]

@@ -19,6 +19,7 @@ from typing import Any
 
 from spectrain.config.schema import SpectrainConfig, TargetConfig
 from spectrain.console import say, stdout
+from spectrain.drafters.registry import known_method, load_module
 from spectrain.drafters.serving_config import ServingConfig, drafter_digest, read_serving_config
 from spectrain.engines.vllm import args as vllm_options
 from spectrain.errors import ConfigError, InputError, RunError
@@ -89,6 +90,8 @@ def serve_command(config: SpectrainConfig, given: Sequence[str], flags: Sequence
             "decoding.num_speculative_tokens"
         )
     drafter = read_serving_config(_drafter_path(config, keys))
+    if known_method(drafter.method) is None:
+        load_module(config.drafter.module)  # its kind may be one that vLLM does not have
     target, target_config = _target(config, drafter, keys)
     _check_fit(drafter, target, target_config)
     number = _num_speculative_tokens(config, drafter, keys)

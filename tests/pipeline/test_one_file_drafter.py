@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,10 @@ from one_linear_drafter import OneLinear, OneLinearMethod
 from workplace import make
 
 from spectrain import cli
+from spectrain.drafters import registry
 from spectrain.drafters.drafter_folder import load_drafter, read_shape
 from spectrain.drafters.registry import find_method, load_module
+from spectrain.errors import ConfigError
 from spectrain.evaluation.records import read_records
 
 MINE = ["drafter=one_linear", "drafter.module=one_linear_drafter", "drafter.options.eps=1e-5"]
@@ -84,9 +87,8 @@ def test_its_drafts_cannot_be_asked_of_vllm(
     arguments: list[str], finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """vLLM has no such kind, and that is said before anything starts."""
-    code = cli.main(["serve", f"drafter.path={finished / 'drafter'}", "drafter.module=one_linear_drafter", "--print"])
-    assert code == 2
-    assert "one_linear" in capsys.readouterr().err
+    assert cli.main(["serve", f"run.dir={finished}", "--print"]) == 2
+    assert "vLLM has no one_linear drafters" in capsys.readouterr().err
 
 
 def test_vllm_has_no_such_kind_to_measure(
@@ -111,6 +113,79 @@ def test_a_module_without_a_kind_is_refused(
     assert code == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("def broken(:", "cannot be imported (SyntaxError"),
+        ("import sys\nsys.exit('bye')", "cannot be imported (SystemExit: bye"),
+        ("from one_linear_drafter import OneLinearMethod\nMETHOD = OneLinearMethod", "registers no kind of drafter"),
+        (
+            "from spectrain.drafters.registry import DrafterMethod\n\n\nclass Mine(DrafterMethod):\n    pass\n\n\n"
+            "METHOD = Mine()",
+            "a kind of drafter has no name",
+        ),
+    ],
+    ids=["syntax", "exit", "class", "nameless"],
+)
+def test_a_module_that_is_no_good_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, text: str, message: str
+) -> None:
+    name = f"no_good_{request.node.callspec.id}"
+    (tmp_path / f"{name}.py").write_text(text, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError) as error:
+        load_module(name)
+    assert f"drafter.module={name}" in str(error.value) and message in str(error.value)
+
+
+def test_a_module_may_register_what_another_one_defines_and_be_loaded_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "registers_it.py").write_text(
+        "from one_linear_drafter import OneLinearMethod\nfrom spectrain.drafters.registry import register\n\n"
+        "register(OneLinearMethod())\n",
+        encoding="utf-8",
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert load_module("registers_it") == load_module("registers_it") == ("one_linear",)
+
+
+def test_a_broken_package_is_named_and_hides_no_other_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = metadata.EntryPoint("broken", "no.such.module", "spectrain.drafters")
+    found = metadata.EntryPoints([entry])
+    monkeypatch.setattr(registry, "entry_points", lambda **chosen: found.select(**chosen))
+    with pytest.raises(ConfigError, match=r"drafter.method=broken: an installed package declares it as no.such.module"):
+        find_method("broken")
+    assert {"eagle3", "dflash"} <= set(registry.method_names())
+    assert "broken" not in registry.method_names()
+
+
+def test_a_module_that_is_loaded_and_not_chosen_is_noted(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [option for option in arguments if option not in ("drafter=one_linear", "drafter.options.eps=1e-5")]
+    assert cli.main(["fit", *options, f"run.dir={tmp_path / 'run'}", "--dry-run"]) == 0
+    assert "registers one_linear, but the drafter is eagle3: drafter=one_linear?" in capsys.readouterr().err
+
+
+def test_kinds_that_ship_read_no_options(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [option for option in arguments if option not in MINE]
+    assert cli.main(["fit", *options, "drafter.options.depth=2", f"run.dir={tmp_path / 'run'}", "--dry-run"]) == 2
+    assert "drafter.options.depth: drafter.method=eagle3 does not read drafter.options" in capsys.readouterr().err
+
+
+def test_a_sweep_over_kinds_refuses_a_key_of_one_of_them_before_the_first_job(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [option for option in arguments if option not in MINE]
+    sweep = ["drafter=dflash,eagle3", "drafter.block.anchors=5", f"run.dir={tmp_path / 'run'}"]
+    assert cli.main(["fit", "-m", *options, *sweep]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert not (tmp_path / "run").exists()
 
 
 def test_its_module_is_found_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,6 +80,13 @@ def test_an_existing_run_directory_is_the_base(tmp_path):
     assert compose(["run.dir=old", "recipe=quickstart"]).trainer.epochs == 3
 
 
+def test_a_key_of_the_past_in_a_run_directory_is_named_with_its_file(tmp_path):
+    write(tmp_path / "old/config.yaml", "target: {path: somewhere}\ndrafter: {loss_kind: tv}\n")
+    with pytest.raises(ConfigError, match=r"old/config.yaml: unknown key drafter.loss_kind.*name a recipe"):
+        compose(["run.dir=old"])
+    assert compose(["run.dir=old", "drafter=eagle3"]).target.path == "somewhere"
+
+
 def test_a_group_chosen_anew_starts_from_its_own_defaults(tmp_path):
     """What was set for another method does not belong to it; other sections stay."""
     write(
