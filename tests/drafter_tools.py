@@ -27,6 +27,8 @@ from spectrain.data.vocab import DraftVocab, full_vocab
 from spectrain.drafters.autoregressive import autoregressive_drafter as drafter_module
 from spectrain.drafters.autoregressive.eagle3 import Eagle3, Eagle3Shape
 from spectrain.drafters.autoregressive.unroll import Columns
+from spectrain.drafters.drafter import Drafter
+from spectrain.drafters.drafter_folder import save_drafter
 from spectrain.drafters.layers import LayerShape
 from spectrain.drafters.losses import draft_loss
 from spectrain.target.families import FAMILIES, HeadMath
@@ -344,3 +346,15 @@ def gradients(drafter: Eagle3) -> dict[str, Tensor]:
     return {
         name: parameter.grad.clone() for name, parameter in tensors_of(drafter).items() if parameter.grad is not None
     }
+
+
+def save(drafter: Drafter, folder: Path, **facts: Any) -> Path:
+    save_drafter(
+        drafter,
+        folder,
+        target="org/target",
+        target_architectures=("LlamaForCausalLM",),
+        num_speculative_tokens=4,
+        metadata=facts or None,
+    )
+    return folder

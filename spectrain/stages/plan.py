@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -44,8 +45,9 @@ class Estimate:
     generated_tokens: int
     states_bytes: int
     target_bytes: int
-    drafter_parameters: int
+    drafter_parameters: int  # entries of its matrices, its own head included if the vocabulary is reduced
     train_bytes: int
+    training_cost: TrainingCost
 
 
 def estimate(context: Context) -> Estimate:
@@ -54,9 +56,10 @@ def estimate(context: Context) -> Estimate:
     conversations = [*context.prompts.train, *context.prompts.heldout]
     lengths = [_tokens(conversation, config.sampling.max_new_tokens) for conversation in conversations]
     tokens = sum(min(prompt + answer, config.target.max_length) for prompt, answer in lengths)
-    drafter = drafter_parameters(context)
+    matrices = _matrices(context)
+    drafter = sum(matrices.values())
     generated = sum(answer for _, answer in lengths)
-    cost = _training_cost(context, tokens, generated)
+    cost = _training_cost(context, matrices, tokens, generated)
     # Weights, gradients and two moments in float32.
     head_bytes = 4 * spec.vocab_size * spec.hidden_size * (1 if spec.tie_word_embeddings else 2)
     return Estimate(
@@ -67,6 +70,7 @@ def estimate(context: Context) -> Estimate:
         target_bytes=target_parameters(spec) * _DTYPE_BYTES.get(context.dtype_name, 4),
         drafter_parameters=drafter,
         train_bytes=16 * drafter + int(_activation_bytes(context, cost)) + head_bytes,
+        training_cost=cost,
     )
 
 
@@ -90,11 +94,6 @@ def target_parameters(spec: TargetSpec) -> int:
     )
 
 
-def drafter_parameters(context: Context) -> int:
-    """Entries of the drafter's matrices, its own head included if the vocabulary is reduced."""
-    return sum(_matrices(context).values())
-
-
 def _matrices(context: Context) -> dict[str, int]:
     """Name -> entries of each matrix of the drafter."""
     import torch
@@ -107,11 +106,11 @@ def _matrices(context: Context) -> dict[str, int]:
     return {name: p.numel() for name, p in body.named_parameters() if p.ndim > 1}
 
 
-def _training_cost(context: Context, tokens: int, generated_tokens: int) -> TrainingCost:
+def _training_cost(context: Context, matrices: Mapping[str, int], tokens: int, generated_tokens: int) -> TrainingCost:
     from spectrain.drafters.registry import CorpusSize, find_method
 
     config, corpus = context.config, CorpusSize(tokens, generated_tokens)
-    return find_method(config.drafter.method).training_cost(config.drafter, config.trainer, _matrices(context), corpus)
+    return find_method(config.drafter.method).training_cost(config.drafter, config.trainer, matrices, corpus)
 
 
 def _fit_flops(context: Context, numbers: Estimate) -> float:
@@ -121,7 +120,7 @@ def _fit_flops(context: Context, numbers: Estimate) -> float:
     The head meets each output (twice forward, as its logits are made anew for the backward pass, and once backward),
     and once each token whose distribution is the teacher's. Tables that are looked up cost nothing.
     """
-    drafter, cost = context.config.drafter, _training_cost(context, numbers.tokens, numbers.generated_tokens)
+    drafter, cost = context.config.drafter, numbers.training_cost
     vocabulary = (drafter.draft_vocab_size or context.spec.vocab_size) * context.spec.hidden_size
     layers = 6 * (cost.token_entries * numbers.tokens + cost.output_entries * cost.outputs)
     return layers + 2 * vocabulary * (3 * cost.outputs + numbers.generated_tokens)

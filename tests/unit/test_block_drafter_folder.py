@@ -9,26 +9,14 @@ from typing import Any
 import pytest
 import torch
 from block_tools import BLOCK_VARIANTS, DFLASH2, DSPARK, BlockOptions, block_tensors, random_block_drafter
-from drafter_tools import HIDDEN, VOCAB
+from drafter_tools import HIDDEN, VOCAB, save
 from safetensors.torch import load_file, save_file
 
 from spectrain.decoding.proposers import Observation
 from spectrain.decoding.sampling import GREEDY, SamplingParams
 from spectrain.drafters.block.block_drafter import BlockDrafter
-from spectrain.drafters.drafter_folder import load_drafter, read_method, read_shape, save_drafter
+from spectrain.drafters.drafter_folder import load_drafter, read_method, read_shape
 from spectrain.errors import InputError
-
-
-def save(drafter: BlockDrafter, folder: Path, **facts: Any) -> Path:
-    save_drafter(
-        drafter,
-        folder,
-        target="org/target",
-        target_architectures=("LlamaForCausalLM",),
-        num_speculative_tokens=4,
-        metadata=facts or None,
-    )
-    return folder
 
 
 def config_of(options: BlockOptions, folder: Path) -> dict[str, Any]:

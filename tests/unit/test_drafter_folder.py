@@ -19,6 +19,7 @@ from drafter_tools import (
     packed,
     random_document,
     random_drafter,
+    save,
     students,
     tensors_of,
 )
@@ -28,22 +29,10 @@ from spectrain import files
 from spectrain.decoding.proposers import Observation
 from spectrain.decoding.sampling import GREEDY, SamplingParams
 from spectrain.drafters.autoregressive.eagle3 import Eagle3
-from spectrain.drafters.drafter_folder import load_drafter, save_drafter, weights_digest
+from spectrain.drafters.drafter_folder import load_drafter, weights_digest
 from spectrain.drafters.layers import LayerShape, Rotary
 from spectrain.errors import InputError
 from spectrain.files import recover_folder, replace_folder
-
-
-def save(drafter: Eagle3, folder: Path, **facts: Any) -> Path:
-    save_drafter(
-        drafter,
-        folder,
-        target="org/target",
-        target_architectures=("LlamaForCausalLM",),
-        num_speculative_tokens=4,
-        metadata=facts or None,
-    )
-    return folder
 
 
 def reload(drafter: Eagle3, folder: Path) -> Eagle3:
