@@ -24,6 +24,7 @@ from spectrain.data.hidden_states import StoredHiddenStates, StoreMeta, TargetSt
 from spectrain.data.hidden_states_writer import HiddenStatesWriter
 from spectrain.data.packing import PackedBatch, pack_batch
 from spectrain.data.vocab import DraftVocab, full_vocab
+from spectrain.decoding.proposers import Observation
 from spectrain.drafters.autoregressive import autoregressive_drafter as drafter_module
 from spectrain.drafters.autoregressive.eagle3 import Eagle3, Eagle3Shape
 from spectrain.drafters.autoregressive.unroll import Columns
@@ -358,3 +359,37 @@ def save(drafter: Drafter, folder: Path, **facts: Any) -> Path:
         metadata=facts or None,
     )
     return folder
+
+
+class Texts:
+    """Random texts of different lengths; the last token of each is the anchor, of which there are no taps."""
+
+    sink = 1.0  # scale of the first token's taps, which an attention sink has large
+
+    def __init__(self, options: Any, lengths: Sequence[int], seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.ids = [torch.randint(0, VOCAB, (length,), generator=generator) for length in lengths]
+        self.taps = [
+            torch.randn(length, len(options.taps), HIDDEN, generator=generator, dtype=torch.float64)
+            for length in lengths
+        ]
+        for taps in self.taps:
+            taps[0] *= self.sink
+
+    def observe(self, drafter: Drafter, cache: object, first: Sequence[int], counts: Sequence[int]) -> None:
+        """Show row b the tokens first[b] … first[b] + counts[b] − 1, padded with rubbish to the longest row."""
+        longest = max(counts)
+        ids_BT = torch.full((len(counts), longest), VOCAB - 1)
+        taps_BTAH = torch.full((len(counts), longest, *self.taps[0].shape[1:]), 1e3, dtype=torch.float64)
+        for b, (start, count) in enumerate(zip(first, counts, strict=True)):
+            ids_BT[b, :count] = self.ids[b][start : start + count]
+            taps_BTAH[b, :count] = self.taps[b][start : start + count]
+        drafter.observe(cache, Observation(ids_BT, torch.tensor(counts), taps_BTAH))
+
+    @property
+    def anchors(self) -> Tensor:
+        return torch.stack([ids[-1] for ids in self.ids])
+
+    @property
+    def observed(self) -> list[int]:
+        return [len(ids) - 1 for ids in self.ids]

@@ -7,12 +7,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
-from decoders import float64_target
+from decoders import float64_target, prompts_of
 from tiny import tiny_config, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from spectrain.data.hidden_states import TargetStates
+from spectrain.decoding.loop import DecodingSettings, GenerationResult, speculative_generate
+from spectrain.decoding.sampling import SamplingParams
 from spectrain.target.families import head_math
 from spectrain.target.model import TargetModel
 from spectrain.target.spec import TargetSpec
@@ -70,3 +73,23 @@ def capture(
         key=key,
         split=split,
     )
+
+
+def random_prompts(vocab: int, count: int, seed: int) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, vocab, size=rng.integers(2, 7)).tolist() for _ in range(count)]
+
+
+def plain_answers(
+    eos: int, target: TargetModel, texts: list[list[int]], length: int, sampling: SamplingParams, seed: int = 0
+) -> list[GenerationResult]:
+    """What the target answers without speculation."""
+    settings = DecodingSettings(sampling=sampling, eos_ids=(eos,), seed=seed)
+    return speculative_generate(target, None, prompts_of(texts, length), settings).results
+
+
+def captured(
+    taps: Sequence[int], target: TargetModel, texts: list[list[int]], results: list[GenerationResult]
+) -> list[TargetStates]:
+    pairs = zip(texts, results, strict=True)
+    return [capture(target, text, result.ids, taps, f"{i:04d}", "train") for i, (text, result) in enumerate(pairs)]

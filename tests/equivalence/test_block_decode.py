@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import drafter_tools
 import pytest
 import torch
 from block_tools import (
@@ -34,32 +35,8 @@ def most(drafter: BlockDrafter) -> int:
     return drafter.shape.num_drafts
 
 
-class Texts:
-    """Random texts of different lengths; the last token of each is the anchor, whose taps a drafter never sees."""
-
-    def __init__(self, options: BlockOptions, lengths: Sequence[int], seed: int = 0) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self.ids = [torch.randint(0, VOCAB, (length,), generator=generator) for length in lengths]
-        self.taps = [
-            torch.randn(length, len(options.taps), HIDDEN, generator=generator, dtype=torch.float64)
-            for length in lengths
-        ]
-        for taps in self.taps:
-            taps[0] *= 1000  # an attention sink
-
-    def observe(self, drafter: BlockDrafter, cache: object, first: Sequence[int], counts: Sequence[int]) -> None:
-        """Show row b the tokens first[b] … first[b] + counts[b] − 1, padded with rubbish to the longest row."""
-        longest = max(counts)
-        ids_BT = torch.full((len(counts), longest), VOCAB - 1)
-        taps_BTAH = torch.full((len(counts), longest, *self.taps[0].shape[1:]), 1e3, dtype=torch.float64)
-        for b, (start, count) in enumerate(zip(first, counts, strict=True)):
-            ids_BT[b, :count] = self.ids[b][start : start + count]
-            taps_BTAH[b, :count] = self.taps[b][start : start + count]
-        drafter.observe(cache, Observation(ids_BT, torch.tensor(counts), taps_BTAH))
-
-    @property
-    def anchors(self) -> Tensor:
-        return torch.stack([ids[-1] for ids in self.ids])
+class Texts(drafter_tools.Texts):
+    sink = 1000.0
 
 
 def filled(

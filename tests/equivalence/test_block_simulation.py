@@ -17,14 +17,14 @@ import torch
 from decoders import prompts_of
 from drafter_tools import MemoryStore, as_dtype, fit, trainer_config
 from scipy.stats import chi2
-from small_targets import capture, random_target
+from small_targets import capture, captured, plain_answers, random_prompts, random_target
 
 from spectrain.config.drafter_schema import BlockConfig, DFlash2Config, DrafterConfig, DSparkConfig, LossConfig
 from spectrain.config.schema import DecodingConfig
 from spectrain.data.hidden_states import TargetStates
 from spectrain.data.packing import pack_batch
 from spectrain.data.vocab import build_vocab
-from spectrain.decoding.loop import DecodingSettings, GenerationResult, speculative_generate
+from spectrain.decoding.loop import DecodingSettings, speculative_generate
 from spectrain.decoding.proposers import Observation
 from spectrain.decoding.sampling import GREEDY, SamplingParams, truncated_log_probs
 from spectrain.drafters.block.block_drafter import BlockDrafter
@@ -62,29 +62,12 @@ class Setting:
         return self.drafter.shape.num_drafts
 
 
-def prompts(count: int, seed: int) -> list[list[int]]:
-    rng = np.random.default_rng(seed)
-    return [rng.integers(0, VOCAB, size=rng.integers(2, 7)).tolist() for _ in range(count)]
-
-
-def plain(
-    target: TargetModel, texts: list[list[int]], length: int, sampling: SamplingParams, seed: int = 0
-) -> list[GenerationResult]:
-    settings = DecodingSettings(sampling=sampling, eos_ids=(EOS,), seed=seed)
-    return speculative_generate(target, None, prompts_of(texts, length), settings).results
-
-
-def captured(target: TargetModel, texts: list[list[int]], results: list[GenerationResult]) -> list[TargetStates]:
-    pairs = zip(texts, results, strict=True)
-    return [capture(target, text, result.ids, TAPS, f"{i:04d}", "train") for i, (text, result) in enumerate(pairs)]
-
-
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> tuple[TargetModel, Path, list[TargetStates]]:
     folder: Path = tmp_path_factory.mktemp("target")
     model = random_target(folder, VOCAB)
-    texts = prompts(60, seed=1)
-    return model, folder, captured(model, texts, plain(model, texts, 16, HOT))
+    texts = random_prompts(VOCAB, 60, seed=1)
+    return model, folder, captured(TAPS, model, texts, plain_answers(EOS, model, texts, 16, HOT))
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -123,13 +106,15 @@ def counted(rounds: list) -> list[list[tuple[int, int, bool]]]:
 
 
 def test_greedy_rounds_are_the_loops_one_by_one(setting: Setting) -> None:
-    texts = prompts(24, seed=2)
-    expected = [r.ids for r in plain(setting.target, texts, 26, GREEDY)]
+    texts = random_prompts(VOCAB, 24, seed=2)
+    expected = [r.ids for r in plain_answers(EOS, setting.target, texts, 26, GREEDY)]
     for n in (1, setting.most - 1, setting.most):
         settings = DecodingSettings(n, eos_ids=(EOS,), batch_size=16)
         results = speculative_generate(setting.target, setting.drafter, prompts_of(texts, 26), settings).results
         assert [r.ids for r in results] == expected
-        found = simulated(setting, captured(setting.target, texts, results), DecodingConfig(num_speculative_tokens=n))
+        found = simulated(
+            setting, captured(TAPS, setting.target, texts, results), DecodingConfig(num_speculative_tokens=n)
+        )
         assert counted(found.rounds) == counted([r.rounds for r in results])
         rounds = [one for r in results for one in r.rounds]
         assert {one.accepted for one in rounds if not one.cut} >= {0, 1}
@@ -137,8 +122,8 @@ def test_greedy_rounds_are_the_loops_one_by_one(setting: Setting) -> None:
 
 
 def test_the_figure_for_every_length_is_that_of_its_own_blocks(setting: Setting) -> None:
-    texts = prompts(20, seed=9)
-    documents = captured(setting.target, texts, plain(setting.target, texts, 20, GREEDY))
+    texts = random_prompts(VOCAB, 20, seed=9)
+    documents = captured(TAPS, setting.target, texts, plain_answers(EOS, setting.target, texts, 20, GREEDY))
     numbers = range(len(documents))
     every = simulate_heldout(
         setting.drafter,
@@ -165,7 +150,7 @@ def test_a_slot_is_accepted_with_one_minus_the_distance_of_the_distributions(
     """Σ_x q(x)·P(accepted | x) over every continuation x = 1 − TV(p, q) (Leviathan et al. 2023, theorem 3.5), p from
     the real cache: for the first slot of a block, and for the second after a first draft that was accepted.
     """
-    for text in prompts(3, seed=4):
+    for text in random_prompts(VOCAB, 3, seed=4):
         seen = capture(setting.target, text[:-1], text[-1:], TAPS, "seen", "train")
         cache, observed = setting.drafter.new_cache(1), len(text) - 1
         setting.drafter.observe(

@@ -13,6 +13,7 @@ from drafter_tools import (
     VARIANTS,
     VOCAB,
     Options,
+    Texts,
     packed,
     random_document,
     random_drafter,
@@ -27,36 +28,6 @@ from spectrain.drafters.autoregressive.eagle3 import Eagle3
 
 SAMPLED = SamplingParams(temperature=1.0)
 N = 4
-
-
-class Texts:
-    """Random texts of different lengths; the last token of each is the anchor, of which there are no taps."""
-
-    def __init__(self, options: Options, lengths: Sequence[int], seed: int = 0) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self.ids = [torch.randint(0, VOCAB, (length,), generator=generator) for length in lengths]
-        self.taps = [
-            torch.randn(length, len(options.taps), HIDDEN, generator=generator, dtype=torch.float64)
-            for length in lengths
-        ]
-
-    def observe(self, drafter: Eagle3, cache: object, first: Sequence[int], counts: Sequence[int]) -> None:
-        """Show row b the tokens first[b] … first[b] + counts[b] − 1, padded with rubbish to the longest row."""
-        longest = max(counts)
-        ids_BT = torch.full((len(counts), longest), VOCAB - 1)
-        taps_BTAH = torch.full((len(counts), longest, *self.taps[0].shape[1:]), 1e3, dtype=torch.float64)
-        for b, (start, count) in enumerate(zip(first, counts, strict=True)):
-            ids_BT[b, :count] = self.ids[b][start : start + count]
-            taps_BTAH[b, :count] = self.taps[b][start : start + count]
-        drafter.observe(cache, Observation(ids_BT, torch.tensor(counts), taps_BTAH))
-
-    @property
-    def anchors(self) -> Tensor:
-        return torch.stack([ids[-1] for ids in self.ids])
-
-    @property
-    def observed(self) -> list[int]:
-        return [len(ids) - 1 for ids in self.ids]
 
 
 def draw(drafter: Eagle3, cache: object, anchors: Tensor, n: int = N, sampling: SamplingParams = SAMPLED) -> Proposal:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from decoders import prompts_of
 from drafter_tools import MemoryStore, as_dtype, fit, trainer_config
-from small_targets import capture, random_target
+from small_targets import capture, captured, plain_answers, random_prompts, random_target
 from torch import Tensor
 
 from spectrain.config.drafter_schema import DrafterConfig, LossConfig
@@ -25,7 +25,7 @@ from spectrain.data.hidden_states import TargetStates
 from spectrain.data.packing import pack_batch
 from spectrain.data.vocab import build_vocab
 from spectrain.decoding.acceptance import Round
-from spectrain.decoding.loop import DecodingSettings, GenerationResult, speculative_generate
+from spectrain.decoding.loop import DecodingSettings, speculative_generate
 from spectrain.decoding.proposers import Observation
 from spectrain.decoding.sampling import GREEDY, SamplingParams, truncated_log_probs
 from spectrain.drafters.autoregressive.eagle3 import Eagle3
@@ -45,30 +45,13 @@ class Setting:
     head: TargetHead
 
 
-def prompts(count: int, seed: int) -> list[list[int]]:
-    rng = np.random.default_rng(seed)
-    return [rng.integers(0, VOCAB, size=rng.integers(2, 7)).tolist() for _ in range(count)]
-
-
-def plain(
-    target: TargetModel, texts: list[list[int]], length: int, sampling: SamplingParams, seed: int = 0
-) -> list[GenerationResult]:
-    settings = DecodingSettings(sampling=sampling, eos_ids=(EOS,), seed=seed)
-    return speculative_generate(target, None, prompts_of(texts, length), settings).results
-
-
-def captured(target: TargetModel, texts: list[list[int]], results: list[GenerationResult]) -> list[TargetStates]:
-    pairs = zip(texts, results, strict=True)
-    return [capture(target, text, result.ids, TAPS, f"{i:04d}", "train") for i, (text, result) in enumerate(pairs)]
-
-
 @pytest.fixture(scope="module", params=[None, 15], ids=["full vocabulary", "reduced vocabulary"])
 def setting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Setting:
     folder: Path = tmp_path_factory.mktemp("target")
     target = random_target(folder, VOCAB)
     head = TargetHead.from_checkpoint(folder, dtype=torch.float64)
-    texts = prompts(60, seed=1)
-    documents = captured(target, texts, plain(target, texts, 16, HOT))
+    texts = random_prompts(VOCAB, 60, seed=1)
+    documents = captured(TAPS, target, texts, plain_answers(EOS, target, texts, 16, HOT))
     vocab = build_vocab(((d.input_ids.numpy(), d.loss_mask.numpy()) for d in documents), request.param, VOCAB)
     config = DrafterConfig(taps=TAPS, draft_vocab_size=request.param, loss=LossConfig(weights={"kl": 1.0}))
     drafter = build_drafter(config, target.spec, vocab, head, folder).double()
@@ -91,11 +74,11 @@ def simulated(setting: Setting, documents: list[TargetStates], decoding: Decodin
 
 @pytest.mark.parametrize("n", [1, N])
 def test_greedy_rounds_are_the_loops_one_by_one(setting: Setting, n: int) -> None:
-    texts = prompts(40, seed=2)
+    texts = random_prompts(VOCAB, 40, seed=2)
     settings = DecodingSettings(n, eos_ids=(EOS,), batch_size=16)
     results = speculative_generate(setting.target, setting.drafter, prompts_of(texts, 26), settings).results
-    assert [r.ids for r in results] == [r.ids for r in plain(setting.target, texts, 26, GREEDY)]
-    found = simulated(setting, captured(setting.target, texts, results), DecodingConfig(num_speculative_tokens=n))
+    assert [r.ids for r in results] == [r.ids for r in plain_answers(EOS, setting.target, texts, 26, GREEDY)]
+    found = simulated(setting, captured(TAPS, setting.target, texts, results), DecodingConfig(num_speculative_tokens=n))
     assert found.rounds == [r.rounds for r in results]
     # The comparison is worth something: texts of both endings, rounds of every outcome.
     assert {r.finish_reason for r in results} == {"stop", "length"}
@@ -107,11 +90,13 @@ def test_greedy_rounds_are_the_loops_one_by_one(setting: Setting, n: int) -> Non
 
 def test_argmax_drafts_at_temperature_one_give_the_same_rounds_too(setting: Setting) -> None:
     """An argmax draft is accepted iff the target drew it, so the text decides and not chance."""
-    texts = prompts(30, seed=3)
+    texts = random_prompts(VOCAB, 30, seed=3)
     settings = DecodingSettings(3, HOT, eos_ids=(EOS,), seed=5)
     results = speculative_generate(setting.target, setting.drafter, prompts_of(texts, 20), settings).results
     decoding = DecodingConfig(num_speculative_tokens=3, temperature=1.0, proposal_policy="greedy")
-    assert simulated(setting, captured(setting.target, texts, results), decoding).rounds == [r.rounds for r in results]
+    assert simulated(setting, captured(TAPS, setting.target, texts, results), decoding).rounds == [
+        r.rounds for r in results
+    ]
 
 
 def draft_distribution(setting: Setting, ids: list[int], taps: Tensor, sampling: SamplingParams) -> Tensor:
@@ -135,7 +120,7 @@ def test_a_slot_is_accepted_with_one_minus_the_distance_of_the_distributions(
     setting: Setting, sampling: SamplingParams
 ) -> None:
     """Σ_x q(x)·P(accepted | x) over every continuation x = 1 − TV(p, q) (Leviathan et al. 2023, theorem 3.5)."""
-    for text in prompts(4, seed=4):
+    for text in random_prompts(VOCAB, 4, seed=4):
         documents = [capture(setting.target, text[:-1], [text[-1], x], TAPS, f"{x:03d}", "train") for x in range(VOCAB)]
         scores = setting.drafter.score(pack_batch(documents), 1, sampling, sampling)
         assert scores.accept_RK.shape == (VOCAB, 1)
@@ -165,10 +150,12 @@ def ratio_and_error(per_prompt: np.ndarray) -> tuple[float, float]:
 
 def test_sampled_drafts_stand_as_often_in_the_simulation_as_in_the_loop(setting: Setting) -> None:
     """Independent texts: the simulation on what the target said alone, the loop on other random numbers."""
-    texts = prompts(400, seed=6)
+    texts = random_prompts(VOCAB, 400, seed=6)
     decoding = DecodingConfig(num_speculative_tokens=3, temperature=1.0, proposal_policy="sample")
     found = simulated(
-        setting, captured(setting.target, texts, plain(setting.target, texts, 16, HOT, seed=11)), decoding
+        setting,
+        captured(TAPS, setting.target, texts, plain_answers(EOS, setting.target, texts, 16, HOT, seed=11)),
+        decoding,
     )
     settings = DecodingSettings(3, HOT, draft_sampling=HOT, eos_ids=(EOS,), seed=12, batch_size=200)
     loop = speculative_generate(setting.target, setting.drafter, prompts_of(texts, 16), settings).results
@@ -182,8 +169,8 @@ def test_sampled_drafts_stand_as_often_in_the_simulation_as_in_the_loop(setting:
 
 
 def test_the_simulation_does_not_depend_on_how_documents_are_grouped(setting: Setting) -> None:
-    texts = prompts(12, seed=8)
-    documents = captured(setting.target, texts, plain(setting.target, texts, 14, HOT))
+    texts = random_prompts(VOCAB, 12, seed=8)
+    documents = captured(TAPS, setting.target, texts, plain_answers(EOS, setting.target, texts, 14, HOT))
     decoding = DecodingConfig(num_speculative_tokens=2, temperature=1.0, proposal_policy="sample")
     grouped, alone = (
         simulate_heldout(
