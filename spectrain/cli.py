@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from spectrain.config.commands import COMMANDS, SWITCHES, Command, known
-from spectrain.config.conversion import suggest
+from spectrain.config.overrides import suggest
 from spectrain.config.schema import SpectrainConfig
 from spectrain.console import say, stdout
 from spectrain.errors import ConfigError, SpectrainError

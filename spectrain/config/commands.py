@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from spectrain.config.conversion import suggest
+from spectrain.config.overrides import suggest
 from spectrain.errors import ConfigError
 
 PIPELINE = ("generate", "capture", "fit", "eval")  # its stages, in their order

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from spectrain.config.commands import COMMANDS, SWITCHES, Command
-from spectrain.config.conversion import all_keys, flatten, mappings, sections, suggest, unknown_key
 from spectrain.config.folders import GROUP_FOLDERS, group_options
 from spectrain.config.keys import describe, describe_bounds, options, without_null
+from spectrain.config.overrides import all_keys, flatten, mappings, sections, suggest, unknown_key
 from spectrain.config.schema import SpectrainConfig
 from spectrain.errors import ConfigError
 

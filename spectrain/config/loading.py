@@ -31,9 +31,8 @@ from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 
-from spectrain.config.conversion import build
 from spectrain.config.folders import search_roots
-from spectrain.config.overrides import one_line, product, quoted, read_overrides, set_keys, user_drafters
+from spectrain.config.overrides import build, one_line, product, quoted, read_overrides, set_keys, user_drafters
 from spectrain.config.schema import SpectrainConfig
 from spectrain.errors import ConfigError, InputError
 

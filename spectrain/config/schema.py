@@ -1,7 +1,7 @@
 """Typed configuration: one frozen dataclass a section; its defaults are the only defaults.
 
 Hydra composes YAML over these defaults (``loading.py``); ``build`` turns the result into dataclasses and rejects
-unknown keys and wrong types by name (``conversion.py``). Every key declares its options, bounds and help with ``key``
+unknown keys and wrong types by name (``overrides.py``). Every key declares its options, bounds and help with ``key``
 (``keys.py``). Conflicts between keys of one section are rejected in its ``_check``, those between sections in
 ``stages/checks.py``. What null means, the help of the key says.
 """

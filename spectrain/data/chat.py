@@ -24,7 +24,7 @@ import jinja2
 
 from spectrain.data.prompts import Conversation
 from spectrain.errors import InputError
-from spectrain.target.end_tokens import end_token_ids
+from spectrain.target.spec import end_token_ids
 
 _EXCERPT_CHARS = 40
 _REJECTIONS = (jinja2.TemplateError, TypeError, ValueError)  # what a template raises, by its own word or by stumbling

@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 
 from spectrain.decoding.acceptance import Round
-from spectrain.decoding.draft_policy import DraftPolicy
 from spectrain.decoding.proposers import Observation, Proposal, Proposer
 from spectrain.decoding.sampling import GREEDY, SamplingParams
+from spectrain.decoding.scheduler import DraftPolicy
 from spectrain.decoding.verify import Verdict, verify
 from spectrain.target.cpu_kernels import cpu_attention
 from spectrain.target.kv_cache import open_cache

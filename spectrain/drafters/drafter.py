@@ -7,6 +7,15 @@ computed for them, and drafting leaves no trace.
     DrafterShape   everything that decides parameters and arithmetic; what a folder's config.json describes
     Drafter        the module: a body with parameters, and the target's embedding and head, which it borrows
     DrafterMethod  (registry.py) a kind of drafter: how one is configured, built, stored and told to vLLM
+
+Matrices of the target that come with a drafter's weights.
+
+Most layouts carry the target's embedding and lm_head along. A drafter borrows them from its target instead, so they
+must be the target's own; that is compared when both are there.
+
+Keys and values of a drafter while a text grows, in buffers that every shape of drafter shares.
+
+Legend: B rows, G key-value heads, d size of a head.
 """
 
 from __future__ import annotations
@@ -18,16 +27,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from spectrain.config.drafter_schema import DrafterConfig, LossConfig
 from spectrain.data.packing import PackedBatch
 from spectrain.data.vocab import DraftVocab
 from spectrain.decoding.proposers import Observation, Proposal
 from spectrain.decoding.sampling import SamplingParams
-from spectrain.drafters.layers import RMSNorm, VocabProjection
+from spectrain.drafters.layers import LayerShape, RMSNorm, VocabProjection
 from spectrain.drafters.losses.reference import TERMS
 from spectrain.drafters.losses.students import LossSums, Teacher
-from spectrain.drafters.target_copies import TargetCopies
+from spectrain.errors import InputError
 from spectrain.target.head import TargetHead
 
 Batches = Callable[[], Iterable[PackedBatch]]  # the same ones at every call
@@ -242,3 +252,86 @@ class Drafter(nn.Module, ABC):
     @abstractmethod
     def select(self, cache: Any, rows: Tensor) -> Any:
         """The cache of these rows of the batch, in this order; the old one is not used again."""
+
+
+_START_SLOTS = 64
+
+
+class KeyValueCache:
+    """Per layer keys and values [B, capacity, G, d]; row b holds ``columns_B[b]`` columns, what lies behind them is
+    scratch.
+    """
+
+    def __init__(self, layer: LayerShape, num_layers: int, batch_size: int, weight: Tensor) -> None:
+        """``weight`` lends its type and device."""
+        shape = (batch_size, _START_SLOTS, layer.num_key_value_heads, layer.head_dim)
+        self.keys = [weight.new_zeros(shape) for _ in range(num_layers)]
+        self.values = [weight.new_zeros(shape) for _ in range(num_layers)]
+        self.columns_B = torch.zeros(batch_size, dtype=torch.long, device=weight.device)
+
+    def reserve(self, slots: int) -> None:
+        """Make room for ``slots`` columns a row, growing by doubling."""
+        have = self.keys[0].shape[1]
+        if slots > have:
+            extra = max(slots, 2 * have) - have
+            self.keys = [F.pad(k, (0, 0, 0, 0, 0, extra)) for k in self.keys]
+            self.values = [F.pad(v, (0, 0, 0, 0, 0, extra)) for v in self.values]
+
+    def select(self, rows_B: Tensor) -> None:
+        self.keys = [k[rows_B] for k in self.keys]
+        self.values = [v[rows_B] for v in self.values]
+        self.columns_B = self.columns_B[rows_B]
+
+
+def draft_uniforms(generators: Sequence[torch.Generator] | None, n: int, like: Any) -> Tensor:
+    """[B, n] numbers that drafts are drawn by, each row from its own stream, on the device of ``like``."""
+    if generators is None:
+        raise ValueError("sampled drafts need a random generator per row")
+    return torch.stack([torch.rand(n, generator=generator, dtype=torch.float64) for generator in generators]).to(
+        like.device
+    )
+
+
+_EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
+_ROWS = 8192  # of a matrix that is compared
+_ROUNDING = 0.01  # relative: bfloat16 rounds by less than half a percent
+
+
+@dataclass(frozen=True)
+class TargetCopies:
+    """The matrices that were found in a drafter's file.
+
+    ``path``: the file, for errors. ``tensors``: by the names they have there.
+    """
+
+    path: str
+    tensors: dict[str, Tensor]
+
+    @classmethod
+    def taken_from(cls, tensors: dict[str, Tensor], owns_head: bool, path: str) -> TargetCopies:
+        """Moves them out of ``tensors``. ``owns_head``: the lm_head there is the drafter's own, of a reduced
+        vocabulary.
+        """
+        names = [name for name in (_EMBEDDING, *(() if owns_head else (_HEAD,))) if name in tensors]
+        return cls(path, {name: tensors.pop(name) for name in names})
+
+    def check(self, head: TargetHead) -> None:
+        """Raises InputError where one is not the target's, up to rounding: such a drafter computes what this package
+        does not.
+        """
+        for name, ours in ((_EMBEDDING, head.embed_weight), (_HEAD, head.lm_head_weight)):
+            if name in self.tensors and not _same(self.tensors[name], ours):
+                raise InputError(
+                    f"{self.path}: tensor '{name}' is not the target's: this version reads drafters that share it"
+                )
+
+
+def _same(theirs: Tensor, ours: Tensor) -> bool:
+    if theirs.shape != ours.shape:
+        return False
+    difference = total = 0.0
+    for rows, own_rows in zip(theirs.split(_ROWS), ours.split(_ROWS), strict=True):  # whole matrices may be gigabytes
+        wide = own_rows.float().cpu()
+        difference += float((rows.float().cpu() - wide).square().sum())
+        total += float(wide.square().sum())
+    return difference <= _ROUNDING**2 * total

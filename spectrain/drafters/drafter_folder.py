@@ -13,19 +13,22 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, bfloat16, float16, float32, float64
 
 from spectrain.data.vocab import DraftVocab, full_vocab, vocab_from_d2t
-from spectrain.drafters.drafter import Drafter, DrafterShape
+from spectrain.drafters.drafter import Drafter, DrafterShape, TargetCopies
 from spectrain.drafters.foreign_checkpoints import standard_config, standard_tensors
 from spectrain.drafters.registry import DrafterMethod, find_method, known_method, method_names
-from spectrain.drafters.target_copies import TargetCopies
 from spectrain.errors import InputError
 from spectrain.files import file_digest, recover_folder, replace_folder, write_atomically
+
+if TYPE_CHECKING:
+    from spectrain.drafters.drafter import DrafterShape
+
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 _DTYPES = (bfloat16, float16, float32, float64)

@@ -2,6 +2,8 @@
 
 With a few hundred documents, where a drafter begins decides how far it gets. All gains are plain in a drafter, whatever
 the family's convention.
+
+Least squares from sums: what the closed-form initialisations are solved with. S samples, I inputs, O outputs.
 """
 
 from __future__ import annotations
@@ -59,3 +61,30 @@ def copy_head_rows(drafter: Drafter, head: TargetHead) -> None:
     if drafter.shape.owns_head:
         ids_D = drafter.draft_ids_D.to(head.lm_head_weight.device)
         drafter.body.lm_head.weight.copy_(head.lm_head_weight[ids_D])
+
+
+RIDGE = 3e-3  # of the mean diagonal of the Gram matrix
+
+
+class Gram:
+    """Sums of a least-squares problem, XᵀX and XᵀY, in float64."""
+
+    def __init__(self) -> None:
+        self.xx: Tensor | float = 0.0
+        self.xy: Tensor | float = 0.0
+
+    def add(self, x_SI: Tensor, y_SO: Tensor) -> None:
+        self.xx = self.xx + (x_SI.T @ x_SI).double()
+        self.xy = self.xy + (x_SI.T @ y_SO).double()
+
+    def solve(self) -> Tensor:
+        """Ridge solution [I, O]."""
+        assert isinstance(self.xx, Tensor) and isinstance(self.xy, Tensor)
+        ridge = RIDGE * self.xx.diagonal().mean() * torch.eye(len(self.xx), dtype=self.xx.dtype, device=self.xx.device)
+        return torch.linalg.solve(self.xx + ridge, self.xy)
+
+
+def unit(x: Tensor) -> Tensor:
+    """Divided by its root mean square: a hidden state as the final norm sees it."""
+    x = x.float()
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)

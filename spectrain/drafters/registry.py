@@ -19,9 +19,8 @@ from typing import Any, ClassVar
 import numpy as np
 from torch import nn
 
-from spectrain.config.conversion import suggest
 from spectrain.config.drafter_schema import DrafterConfig
-from spectrain.config.overrides import DRAFTER_ENTRY_POINTS
+from spectrain.config.overrides import DRAFTER_ENTRY_POINTS, suggest
 from spectrain.config.schema import TrainerConfig
 from spectrain.data.vocab import DraftVocab
 from spectrain.drafters.drafter import Drafter, DrafterShape

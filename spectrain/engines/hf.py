@@ -1,25 +1,258 @@
 """The embedded engine: the target in this process, run by transformers. No server, no network; one CPU or one GPU.
 
-Generation is in ``hf_generate.py``, capture in ``hf_capture.py``; here they get what they need to know of the target.
+Answers come by continuous batching over the slot cache.
+
+Decoding is bound by reading the weights, so sixteen rows cost little more than one, and the batch is kept full: a
+conversation that is done leaves at once, and when a quarter of the rows is free, waiting ones are prefilled together
+and join. Waiting conversations are taken by length, longest first, so that those prefilled together need little padding
+and memory peaks early.
+
+Every turn draws from random numbers of its own (``conversations.py``); a token is drawn by inverse transform from one
+uniform. So an answer does not depend on its company, beyond what rounding does to the logits. A conversation of several
+turns goes back to the queue after each answer.
+
+Hidden states are captured of whole documents, laid end to end in one row, without padding; masks made from their
+positions, which restart at 0, keep them apart. Hybrid targets run one document at a time, because a recurrent state
+would flow from one document into the next.
+
+The first batch is checked against the unmodified model before any of it is handed out (``check_states.py``).
+
+Legend: B rows decoded together, T columns, H hidden, V vocabulary, S tokens of one document, T of all documents of a
+batch, A taps.
 """
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
+from transformers.masking_utils import create_masks_for_generate
 
 from spectrain.config.schema import EngineConfig
 from spectrain.data.chat import ChatTemplate
-from spectrain.data.hidden_states import TargetStates
+from spectrain.data.hidden_states import TargetStates, as_stored
+from spectrain.data.loss_mask import predicts_generated
 from spectrain.data.prompts import Conversation
 from spectrain.data.responses import Response, Sampling, response_key
-from spectrain.engines.hf_capture import capture_states
-from spectrain.engines.hf_generate import ResponseGenerator
-from spectrain.target.end_tokens import end_token_ids
+from spectrain.decoding.sampling import SamplingParams, sample, truncated_log_probs
+from spectrain.engines.check_states import check_states
+from spectrain.engines.conversations import Dialogue, Turns
+from spectrain.target.cpu_kernels import cpu_attention
 from spectrain.target.head import TargetHead
+from spectrain.target.kv_cache import TargetCache, open_cache
 from spectrain.target.model import TargetModel
 from spectrain.target.resolve import ResolvedTarget
+from spectrain.target.spec import end_token_ids
+
+
+@dataclass
+class DrawnDialogue(Dialogue):
+    """A conversation with the random numbers that its current turn is drawn by."""
+
+    uniforms: Tensor = field(default_factory=lambda: torch.empty(0))  # one for each token of the turn, [limit] float64
+
+    def begin_turn(self, limit: int, seed: int) -> None:
+        super().begin_turn(limit, seed)
+        random = torch.Generator().manual_seed(self.turn_seed(seed))
+        self.uniforms = torch.rand(limit, generator=random, dtype=torch.float64)
+
+    def next_uniform(self) -> Tensor:
+        return self.uniforms[len(self.uniforms) - self.room]
+
+
+class ResponseGenerator:
+    """Answers conversations under one ``Sampling``: ``run(prepare(conversations, keys))``.
+
+    ``batch_size`` rows decode together; at most ``prefill_tokens`` (or one prompt) are prefilled at a time, which
+    bounds memory.
+    """
+
+    def __init__(
+        self,
+        target: TargetModel,
+        template: ChatTemplate,
+        end_ids: Sequence[int],
+        sampling: Sampling,
+        max_length: int,
+        batch_size: int,
+        prefill_tokens: int,
+        on_tokens: Callable[[int], None] | None = None,
+    ) -> None:
+        self._target = target
+        self._turns = Turns(DrawnDialogue, template, end_ids, sampling, max_length)
+        self._sampling = sampling
+        self._params = SamplingParams(sampling.temperature, sampling.top_p, sampling.top_k)
+        self._batch_size = batch_size
+        self._prefill_tokens = prefill_tokens
+        self._on_tokens = on_tokens
+
+    def prepare(self, conversations: Sequence[tuple[Conversation, str]], keys: Sequence[str]) -> list[DrawnDialogue]:
+        """Tokenise all conversations; see ``Turns.prepare``."""
+        return self._turns.prepare(conversations, keys)
+
+    def run(self, dialogues: Sequence[DrawnDialogue]) -> Iterator[Response]:
+        """Yields each response when it is done."""
+        waiting: list[DrawnDialogue] = []  # ascending by length: the longest is taken first, from the end
+        for dialogue in dialogues:
+            if dialogue.finish_reason == "imported":
+                yield dialogue.response(self._sampling)
+            else:
+                self._enqueue(waiting, dialogue)
+        rows: list[DrawnDialogue] = []
+        cache: TargetCache | None = None
+        while waiting or rows:
+            free = self._batch_size - len(rows)
+            if waiting and (not rows or 4 * free >= self._batch_size):
+                # Longest first, so the first one sets the width. Prompts that do not fit now join in the next round.
+                fitting = max(1, self._prefill_tokens // len(waiting[-1].ids))
+                joining = [waiting.pop() for _ in range(min(free, fitting, len(waiting)))]
+                cache = self._prefill(joining, cache)
+                rows += joining
+            elif cache is not None:
+                self._decode(rows, cache)
+            finished = [row for row in rows if row.finish_reason]
+            if finished:
+                alive = [b for b, row in enumerate(rows) if not row.finish_reason]
+                rows = [rows[b] for b in alive]
+                cache = _selected(cache, alive)
+            for dialogue in finished:
+                if self._turns.advance(dialogue):
+                    self._enqueue(waiting, dialogue)
+                else:
+                    yield dialogue.response(self._sampling)
+
+    def _enqueue(self, waiting: list[DrawnDialogue], dialogue: DrawnDialogue) -> None:
+        self._turns.begin(dialogue)
+        insort(waiting, dialogue, key=lambda other: len(other.ids))
+
+    def _prefill(self, joining: list[DrawnDialogue], cache: TargetCache | None) -> TargetCache:
+        """Run whole prompts, draw the first token of each, and append the rows to the cache."""
+        lengths = [len(dialogue.ids) for dialogue in joining]
+        ids_BT = torch.zeros(len(joining), max(lengths), dtype=torch.long)
+        for ids_T, dialogue in zip(ids_BT, joining, strict=True):
+            ids_T[: len(dialogue.ids)] = torch.tensor(dialogue.ids)
+        joined = open_cache(self._target, len(joining))
+        with cpu_attention(self._target.model):
+            output = joined.forward(ids_BT.to(self._target.device), lengths, ())
+        joined.keep(lengths)
+        ends_B = torch.tensor(lengths, device=self._target.device) - 1
+        self._draw(joining, output.last_hidden_BSH[torch.arange(len(joining), device=ends_B.device), ends_B])
+        if cache is None:
+            return joined
+        cache.extend(joined)
+        return cache
+
+    def _decode(self, rows: list[DrawnDialogue], cache: TargetCache) -> None:
+        """One more token for every row."""
+        ids_B1 = torch.tensor([row.ids[-1:] for row in rows], device=self._target.device)
+        ones = [1] * len(rows)
+        with cpu_attention(self._target.model):
+            output = cache.forward(ids_B1, ones, ())
+        cache.keep(ones)
+        self._draw(rows, output.last_hidden_BSH[:, -1])
+
+    def _draw(self, rows: list[DrawnDialogue], last_hidden_BH: Tensor) -> None:
+        logits_BV = self._target.logits(last_hidden_BH)
+        if self._params.greedy:
+            tokens_B = logits_BV.argmax(-1)
+        else:
+            uniforms_B = torch.stack([row.next_uniform() for row in rows]).to(logits_BV.device)
+            tokens_B = sample(truncated_log_probs(logits_BV, self._params).exp(), uniforms_B)
+        for row, token in zip(rows, tokens_B.tolist(), strict=True):
+            row.commit(token, self._turns.end_ids)
+        if self._on_tokens is not None:
+            self._on_tokens(len(rows))
+
+
+def _selected(cache: TargetCache | None, rows: list[int]) -> TargetCache | None:
+    """The cache of some rows; None if there are none."""
+    if cache is None or not rows:
+        return None
+    cache.select(rows)
+    return cache
+
+
+def capture_states(
+    target: TargetModel,
+    head: TargetHead,
+    responses: Sequence[Response],
+    tap_ids: tuple[int, ...],
+    batch_tokens: int,
+    states_dtype: str,
+) -> Iterator[TargetStates]:
+    """Yields the hidden states of each response, the longest first: if memory does not suffice, that shows at once."""
+    ordered = sorted(responses, key=lambda response: (-len(response.input_ids), response.key))
+    for number, batch in enumerate(_batches(ordered, 1 if target.spec.hybrid else batch_tokens)):
+        states = _capture_batch(target, head, batch, tap_ids, states_dtype)
+        if number == 0:
+            check_states(target, head, states)
+        yield from states
+
+
+def _batches(responses: Sequence[Response], batch_tokens: int) -> Iterator[list[Response]]:
+    """Neighbours, of ``batch_tokens`` together at most; a longer document is a batch by itself."""
+    batch: list[Response] = []
+    tokens = 0
+    for response in responses:
+        if batch and tokens + len(response.input_ids) > batch_tokens:
+            yield batch
+            batch, tokens = [], 0
+        batch.append(response)
+        tokens += len(response.input_ids)
+    if batch:
+        yield batch
+
+
+def _capture_batch(
+    target: TargetModel, head: TargetHead, batch: Sequence[Response], tap_ids: tuple[int, ...], states_dtype: str
+) -> list[TargetStates]:
+    lengths = [len(response.input_ids) for response in batch]
+    ids_T = torch.from_numpy(np.concatenate([response.input_ids for response in batch]))
+    loss_mask_T = torch.from_numpy(np.concatenate([response.loss_mask for response in batch]))
+    positions_T = torch.cat([torch.arange(length) for length in lengths])
+    ids_1T, positions_1T = ids_T[None].long().to(target.device), positions_T[None].to(target.device)
+    with cpu_attention(target.model, lengths):
+        mask = _masks(target, positions_1T) if len(batch) > 1 else None
+        output = target.run(ids_1T, positions_1T, attention_mask=mask, tap_ids=tap_ids)
+    needed_T = torch.cat([predicts_generated(mask_S) for mask_S in loss_mask_T.split(lengths)])
+    normalizer_T = stored_log_normalizer(head, output.last_hidden_BSH[0], needed_T, states_dtype)
+    last_hidden_TH = output.last_hidden_BSH[0].cpu()
+    taps_TAH = last_hidden_TH[:, None][:, :0] if output.taps_BSAH is None else output.taps_BSAH[0].cpu()
+    states, start = [], 0
+    for response, length in zip(batch, lengths, strict=True):
+        rows = slice(start, start + length)
+        document = (ids_T[rows], loss_mask_T[rows], taps_TAH[rows], last_hidden_TH[rows], normalizer_T[rows])
+        states.append(TargetStates(*document, key=response.key, split=response.split))
+        start += length
+    return states
+
+
+def _masks(target: TargetModel, positions_1T: Tensor) -> Any:
+    """Masks [1, 1, T, T] that keep documents apart, one for each kind of layer; None for kernels that go by the
+    positions themselves.
+
+    Made here because some models of transformers (gpt-oss) do not look at the positions when they make their own.
+    """
+    config = target.model.config.get_text_config(decoder=True)
+    like_embeddings = torch.empty(*positions_1T.shape, 0, dtype=target.dtype, device=target.device)
+    masks = create_masks_for_generate(
+        config, like_embeddings, attention_mask=None, past_key_values=None, position_ids=positions_1T
+    )
+    return next(iter(masks.values())) if isinstance(masks, dict) and len(masks) == 1 else masks
+
+
+def stored_log_normalizer(head: TargetHead, last_hidden_TH: Tensor, needed_T: Tensor, states_dtype: str) -> Tensor:
+    """Of the last hidden states as they will be stored, at the needed positions; NaN elsewhere."""
+    normalizer_T = torch.full(needed_T.shape, torch.nan)
+    needed_MH = as_stored(last_hidden_TH[needed_T.to(last_hidden_TH.device)], states_dtype)
+    weight = head.lm_head_weight
+    normalizer_T[needed_T] = head.log_normalizer(needed_MH.to(weight.device, weight.dtype)).cpu()
+    return normalizer_T
 
 
 class HFEngine:

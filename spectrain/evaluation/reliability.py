@@ -6,8 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from spectrain.decoding.acceptance import Round
-from spectrain.decoding.confidence import Calibration, ConfidenceSamples, auroc, reliability
-from spectrain.decoding.confidence_samples import error_per_position, loop_samples
+from spectrain.decoding.confidence import (
+    Calibration,
+    ConfidenceSamples,
+    auroc,
+    error_per_position,
+    loop_samples,
+    reliability,
+)
 from spectrain.files import finite_or_none
 
 

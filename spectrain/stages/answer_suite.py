@@ -20,8 +20,8 @@ from spectrain.data.hidden_states import INDEX_NAME
 from spectrain.data.prompts import Conversation
 from spectrain.data.responses import response_key
 from spectrain.decoding.acceptance import AcceptanceStats
-from spectrain.decoding.draft_policy import FIXED, THRESHOLD
 from spectrain.decoding.loop import GenerationResult, LoopTiming, Prompt
+from spectrain.decoding.scheduler import FIXED, THRESHOLD
 from spectrain.drafters.drafter import Drafter
 from spectrain.drafters.drafter_folder import load_drafter
 from spectrain.drafters.serving_config import drafter_digest

@@ -31,10 +31,9 @@ from spectrain.engines.vllm.requests import VLLMClient
 from spectrain.errors import RunError
 from spectrain.files import plain, write_atomically
 from spectrain.stages.run_dir import RunDir
-from spectrain.target.end_tokens import end_token_ids
 from spectrain.target.model import TargetModel, choose_device, choose_dtype
 from spectrain.target.resolve import ResolvedTarget, TargetSource, resolve_target
-from spectrain.target.spec import TargetSpec
+from spectrain.target.spec import TargetSpec, end_token_ids
 
 
 @dataclass

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spectrain.config.commands import Command
-from spectrain.config.conversion import flatten, suggest
 from spectrain.config.drafter_schema import DrafterConfig
+from spectrain.config.overrides import flatten, suggest
 from spectrain.config.schema import SpectrainConfig
 from spectrain.console import say
 from spectrain.errors import ConfigError, InputError

@@ -23,10 +23,17 @@ import torch
 
 from spectrain.config.schema import SpectrainConfig
 from spectrain.console import say, stdout
-from spectrain.decoding.draft_policy import FIXED, SCHEDULER, THRESHOLD, DraftPolicy, build_policy
 from spectrain.decoding.loop import DecodingSettings, GenerationResult, LoopTiming, Prompt, speculative_generate
 from spectrain.decoding.proposers import NGramProposer, Proposer
-from spectrain.decoding.scheduler import CONTEXT_TOKENS, measure_step_cost
+from spectrain.decoding.scheduler import (
+    CONTEXT_TOKENS,
+    FIXED,
+    SCHEDULER,
+    THRESHOLD,
+    DraftPolicy,
+    build_policy,
+    measure_step_cost,
+)
 from spectrain.drafters.drafter import Drafter
 from spectrain.errors import RunError
 from spectrain.evaluation.records import (

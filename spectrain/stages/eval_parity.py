@@ -29,7 +29,7 @@ from spectrain.errors import RunError
 from spectrain.evaluation.diagnosis import diagnose
 from spectrain.evaluation.parity import DecodedPrompt, ParityReport, compare
 from spectrain.evaluation.records import STAGE_PREFIX
-from spectrain.evaluation.report.labels import share_text
+from spectrain.evaluation.report.tables import share_text
 from spectrain.files import digest_strings, plain
 from spectrain.stages.answer_suite import answer_limit, load_measured_drafter, measured_inputs, suite_prompts
 from spectrain.stages.context import Context

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from spectrain.config.conversion import flatten
+from spectrain.config.overrides import flatten
 from spectrain.console import ProgressBar, say
 from spectrain.data.hidden_states import HiddenStateSource, StoredHiddenStates, TargetStates
 from spectrain.data.packing import PackedBatch, pack_batch, pack_rows, truncated_tokens

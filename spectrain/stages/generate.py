@@ -85,7 +85,7 @@ def _responses(
     """
     if not context.config.capture.during_generation:
         return context.engine.generate(todo, context.sampling, on_tokens)
-    from spectrain.engines.vllm.generate_and_capture import OnePass
+    from spectrain.engines.vllm.engine import OnePass
 
     shortest = heapq.nsmallest(
         DOCUMENTS, (conversation for conversation, _ in todo), key=lambda conversation: len(conversation.turns[0])

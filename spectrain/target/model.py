@@ -22,10 +22,9 @@ from spectrain.config.schema import TargetConfig
 from spectrain.console import quiet_transformers
 from spectrain.errors import ConfigError, InputError
 from spectrain.target.cpu_kernels import speed_up
-from spectrain.target.end_tokens import end_token_ids
 from spectrain.target.families import HeadMath, head_math
 from spectrain.target.resolve import ResolvedTarget
-from spectrain.target.spec import TargetSpec, load_config
+from spectrain.target.spec import TargetSpec, end_token_ids, load_config
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,8 @@
 Everything comes from the checkpoint's ``config.json`` through transformers. Multi-modal wrappers (Gemma-3, Gemma-4,
 Qwen3.5, …) nest the language model's configuration under ``text_config``; a ``TargetSpec`` always describes the
 language model.
+
+Ids that end an answer of the target: one definition for every engine, the chat template and the loss mask.
 """
 
 from __future__ import annotations
@@ -172,3 +174,17 @@ def _rope_parameters(text_config: Any) -> dict[str, Any]:
 def _dtype(hf_config: Any, text_config: Any) -> torch.dtype:
     dtype = getattr(hf_config, "dtype", None) or getattr(text_config, "dtype", None) or torch.float32
     return getattr(torch, dtype) if isinstance(dtype, str) else dtype
+
+
+def end_token_ids(tokenizer: Any, generation_config: Any) -> tuple[int, ...]:
+    """Ids that end an answer, ascending: the generation config's and the tokenizer's, which is what vLLM stops at too.
+
+    Raises InputError if neither names one: generation would never stop.
+    """
+    own = getattr(generation_config, "eos_token_id", None)
+    ids = {own} if isinstance(own, int) else {int(token) for token in own or ()}
+    if tokenizer.eos_token_id is not None:
+        ids.add(tokenizer.eos_token_id)
+    if not ids:
+        raise InputError("the target names no end token: set eos_token_id in its generation_config.json")
+    return tuple(sorted(ids))

@@ -16,8 +16,7 @@ import torch
 from spectrain.config.schema import DecodingConfig
 from spectrain.console import ProgressBar
 from spectrain.data.hidden_states import HiddenStateSource
-from spectrain.decoding.confidence import Calibration, fit_calibration
-from spectrain.decoding.confidence_samples import error_per_position
+from spectrain.decoding.confidence import Calibration, error_per_position, fit_calibration
 from spectrain.drafters.drafter_folder import add_metadata, load_drafter
 from spectrain.target.head import TargetHead
 from spectrain.training.simulated_acceptance import simulate_heldout

@@ -16,8 +16,7 @@ from spectrain.data.hidden_states import HiddenStateSource
 from spectrain.data.loss_mask import generated_ranges
 from spectrain.data.packing import PackedBatch, pack_batch
 from spectrain.decoding.acceptance import AcceptanceStats, Round, acceptance
-from spectrain.decoding.confidence import ConfidenceSamples
-from spectrain.decoding.confidence_samples import joined, simulated_samples
+from spectrain.decoding.confidence import ConfidenceSamples, joined, simulated_samples
 from spectrain.decoding.sampling import SamplingParams
 from spectrain.decoding.simulate import Span, expected_acceptance, expected_acceptance_by_length, simulate
 from spectrain.drafters.drafter import Advance, Drafter, DraftScores

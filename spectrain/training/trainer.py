@@ -26,8 +26,7 @@ from spectrain.console import ProgressBar, say
 from spectrain.data.hidden_states import HiddenStateSource
 from spectrain.data.loader import BatchLoader, BatchRequest
 from spectrain.data.packing import Draw, PackedBatch
-from spectrain.decoding.confidence import Calibration
-from spectrain.decoding.confidence_samples import error_per_position
+from spectrain.decoding.confidence import Calibration, error_per_position
 from spectrain.drafters.drafter import Drafter
 from spectrain.drafters.drafter_folder import save_drafter
 from spectrain.errors import RunError

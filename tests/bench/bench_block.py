@@ -93,7 +93,7 @@ def make_batch(head: Any) -> Any:
 
 def reference_loss(drafter: Any, head: Any, batch: Any) -> torch.Tensor:
     """The plain way: everything of every slot, everything kept."""
-    from spectrain.drafters.block.anchors import draw_anchors
+    from spectrain.drafters.block.block_training import draw_anchors
 
     body, shape = drafter.body, drafter.shape
     anchor = draw_anchors(batch, drafter.config.block.anchors)
@@ -140,8 +140,7 @@ def reference_loss(drafter: Any, head: Any, batch: Any) -> torch.Tensor:
 def needed_operations(drafter: Any, batch: Any) -> float:
     """Multiply-adds × 2 of what counts: forward and two backward products for trained matrices, no weight's for the
     frozen head, forward alone for the teacher; fc's input needs no gradient."""
-    from spectrain.drafters.block.anchors import draw_anchors
-    from spectrain.drafters.block.block_training import Counted
+    from spectrain.drafters.block.block_training import Counted, draw_anchors
 
     anchor = draw_anchors(batch, drafter.config.block.anchors)
     counted = Counted.build(batch, anchor, drafter.shape.num_drafts)

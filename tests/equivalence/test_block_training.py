@@ -21,9 +21,9 @@ from spectrain.data.packing import Draw, PackedBatch, pack_batch
 from spectrain.decoding.sampling import SamplingParams
 from spectrain.drafters.block import block_attention as geometry
 from spectrain.drafters.block import block_training as training
-from spectrain.drafters.block.anchors import all_anchors, draw_anchors
 from spectrain.drafters.block.block_attention import BlockLayout, block_attention
 from spectrain.drafters.block.block_drafter import BlockDrafter
+from spectrain.drafters.block.block_training import all_anchors, draw_anchors
 
 KINDS = [BlockOptions(), DSPARK, DFLASH2]
 

@@ -15,10 +15,9 @@ from test_sampled_loop import EOS, PROMPT, VOCAB, answer_probabilities, goodness
 from spectrain.config.drafter_schema import BlockConfig, DrafterConfig, DSparkConfig
 from spectrain.data.vocab import full_vocab
 from spectrain.decoding.confidence import survival
-from spectrain.decoding.draft_policy import ThresholdPolicy
 from spectrain.decoding.loop import DecodingSettings, Prompt, speculative_generate
 from spectrain.decoding.sampling import GREEDY, SamplingParams
-from spectrain.decoding.scheduler import SchedulerPolicy, StepCost, schedule
+from spectrain.decoding.scheduler import SchedulerPolicy, StepCost, ThresholdPolicy, schedule
 from spectrain.drafters.build import build_drafter
 from spectrain.target.head import TargetHead
 

@@ -54,7 +54,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a later step stays at its column's position (drafting)",
-        AUTOREGRESSIVE + "draft_steps.py",
+        AUTOREGRESSIVE + "autoregressive_drafter.py",
         "cos_sin = rotary.cos_sin(slots_BT)",
         "cos_sin = rotary.cos_sin(torch.minimum(slots_BT, cache.columns_B[:, None]) if slots_BT.shape[1] == 1 else "
         "slots_BT)",
@@ -69,7 +69,7 @@ MUTATIONS = (
     ),
     Mutation(
         "drafting leaves its columns in the cache",
-        AUTOREGRESSIVE + "draft_steps.py",
+        AUTOREGRESSIVE + "autoregressive_drafter.py",
         "        self._step += 1\n",
         "        self._step += 1\n        cache.columns_B = cache.columns_B + (self._step == self._n)\n",
         (DECODE,),
@@ -111,21 +111,21 @@ MUTATIONS = (
     ),
     Mutation(
         "later steps' keys seen by other columns (sdpa)",
-        "spectrain/drafters/autoregressive/unroll_attention.py",
+        "spectrain/drafters/autoregressive/unroll.py",
         "diagonal = torch.eye(m, dtype=torch.bool, device=visible.device)",
         "diagonal = torch.ones(m, m, dtype=torch.bool, device=visible.device).tril()",
         ("tests/unit/test_attention.py",),
     ),
     Mutation(
         "later steps' keys of another column (eager)",
-        "spectrain/drafters/autoregressive/unroll_attention.py",
+        "spectrain/drafters/autoregressive/unroll.py",
         "keys_MGkd = torch.stack(own_k, dim=2)",
         "keys_MGkd = torch.stack(own_k, dim=2).roll(1, 0)",
         ("tests/unit/test_attention.py",),
     ),
     Mutation(
         "a column sees the one behind it",
-        "spectrain/drafters/autoregressive/unroll_attention.py",
+        "spectrain/drafters/autoregressive/unroll.py",
         "hidden = columns[None] > layout.query_M[q_start:q_end, None]",
         "hidden = columns[None] > layout.query_M[q_start:q_end, None] + 1",
         (PACKING,),

@@ -78,7 +78,7 @@ MUTATIONS = (
     ),
     Mutation(
         "threshold on a draft's own confidence",
-        "spectrain/decoding/draft_policy.py",
+        "spectrain/decoding/scheduler.py",
         "survival_Bn = survival(confidence_Bn)",
         "survival_Bn = confidence_Bn",
         ("tests/unit/test_confidence.py",),
@@ -99,7 +99,7 @@ MUTATIONS = (
     ),
     Mutation(
         "confidence calibrated at all positions instead of the simulation's rounds",
-        "spectrain/decoding/confidence_samples.py",
+        "spectrain/decoding/confidence.py",
         "anchors_R = np.array([round_.anchor - span.start for round_ in simulate(span, n, rng)], dtype=np.int64)",
         "anchors_R = np.arange(len(span.accept) - 1)",
         ("tests/unit/test_confidence_samples.py",),

@@ -36,7 +36,7 @@ MUTATIONS = (
     ),
     Mutation(
         "z-lab's layer ids read as ours",
-        "spectrain/drafters/foreign_fields.py",
+        "spectrain/drafters/foreign_checkpoints.py",
         """return taps(section["target_layer_ids"], 1, field, where)""",
         """return taps(section["target_layer_ids"], 0, field, where)""",
         ("tests/unit/test_foreign_checkpoints.py",),
@@ -50,7 +50,7 @@ MUTATIONS = (
     ),
     Mutation(
         "an embedding of another target is taken for the target's",
-        "spectrain/drafters/target_copies.py",
+        "spectrain/drafters/drafter.py",
         "return difference <= _ROUNDING**2 * total",
         "return True",
         ("tests/unit/test_foreign_checkpoints.py",),

@@ -14,8 +14,8 @@ from typing import get_args
 
 import pytest
 
-from spectrain.config.conversion import all_keys, sections
 from spectrain.config.help_text import help_of
+from spectrain.config.overrides import all_keys, sections
 
 PACKAGE = Path(__file__).parents[2] / "spectrain"
 # An import may only point to the left.

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spectrain.drafters.autoregressive.unroll_attention import ColumnLayout, unrolled_attention
+from spectrain.drafters.autoregressive.unroll import ColumnLayout, unrolled_attention
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 N, G, D = 4, 2, 16  # flex wants head sizes of 16 or more

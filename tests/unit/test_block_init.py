@@ -12,11 +12,10 @@ from spectrain.config.drafter_schema import BlockConfig, DrafterConfig
 from spectrain.data.hidden_states import TargetStates
 from spectrain.data.packing import PackedBatch, pack_batch
 from spectrain.data.vocab import full_vocab
-from spectrain.drafters.block.anchors import all_anchors, tokens_ahead
 from spectrain.drafters.block.block_drafter import BlockDrafter
 from spectrain.drafters.block.block_init import Blocks
 from spectrain.drafters.block.block_shape import BlockShape, ConvShape, MarkovShape, SelectorShape
-from spectrain.drafters.block.block_training import run_blocks
+from spectrain.drafters.block.block_training import all_anchors, run_blocks, tokens_ahead
 from spectrain.drafters.layers import LayerShape
 from spectrain.target.families import FAMILIES, HeadMath
 from spectrain.target.head import TargetHead

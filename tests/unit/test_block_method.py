@@ -17,8 +17,7 @@ from spectrain.config.drafter_schema import BlockConfig, DFlash2Config, DrafterC
 from spectrain.config.schema import SpectrainConfig
 from spectrain.data.vocab import DraftVocab, full_vocab
 from spectrain.drafters.block.block_drafter import BlockDrafter
-from spectrain.drafters.block.block_shape import BlockShape
-from spectrain.drafters.block.mask_token import choose_mask_token
+from spectrain.drafters.block.block_shape import BlockShape, choose_mask_token
 from spectrain.drafters.build import build_drafter, continue_drafter
 from spectrain.drafters.drafter_folder import save_drafter
 from spectrain.drafters.registry import find_method

@@ -15,7 +15,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 from spectrain.data.chat import ChatTemplate
 from spectrain.data.prompts import Conversation
 from spectrain.errors import InputError
-from spectrain.target.end_tokens import end_token_ids
+from spectrain.target.spec import end_token_ids
 
 CHATML = (  # with a default system prompt, as SmolLM2's
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}<|im_start|>system\n"

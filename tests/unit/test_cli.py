@@ -7,10 +7,10 @@ import pytest
 
 from spectrain import cli
 from spectrain.config.commands import COMMANDS, PIPELINE
-from spectrain.config.conversion import all_keys, sections
 from spectrain.config.folders import GROUP_FOLDERS, group_options
 from spectrain.config.help_text import command_help, example_of, explain, help_of, overview
 from spectrain.config.loading import compose
+from spectrain.config.overrides import all_keys, sections
 from spectrain.errors import ConfigError, RunError
 
 

@@ -15,8 +15,7 @@ from spectrain.decoding.confidence import (
     reliability,
     survival,
 )
-from spectrain.decoding.draft_policy import ThresholdPolicy
-from spectrain.decoding.scheduler import SchedulerPolicy, StepCost, schedule
+from spectrain.decoding.scheduler import SchedulerPolicy, StepCost, ThresholdPolicy, schedule
 from spectrain.errors import ConfigError
 
 

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from spectrain.decoding.acceptance import Round
-from spectrain.decoding.confidence import Calibration
-from spectrain.decoding.confidence_samples import error_per_position, joined, loop_samples, simulated_samples
+from spectrain.decoding.confidence import Calibration, error_per_position, joined, loop_samples, simulated_samples
 from spectrain.decoding.simulate import Span
 from spectrain.evaluation.reliability import confidence_stats
 

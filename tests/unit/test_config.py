@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from spectrain.config.conversion import all_keys, build, flatten
 from spectrain.config.drafter_schema import DrafterConfig
+from spectrain.config.overrides import all_keys, build, flatten
 from spectrain.config.schema import SpectrainConfig
 from spectrain.errors import ConfigError
 

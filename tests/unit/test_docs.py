@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from spectrain import cli
-from spectrain.config.conversion import all_keys, mappings, sections
 from spectrain.config.folders import GROUP_FOLDERS
 from spectrain.config.loading import compose, sweep_jobs
+from spectrain.config.overrides import all_keys, mappings, sections
 
 ROOT = Path(__file__).parents[2]
 MANUAL = [

@@ -14,8 +14,8 @@ from spectrain.data.vocab import full_vocab
 from spectrain.drafters.autoregressive.eagle3 import Eagle3, Eagle3Shape
 from spectrain.drafters.autoregressive.eagle3_init import _own_column_heads
 from spectrain.drafters.autoregressive.unroll import Columns, unroll
+from spectrain.drafters.init_from_target import unit
 from spectrain.drafters.layers import LayerShape
-from spectrain.drafters.least_squares import unit
 from spectrain.target.families import FAMILIES, HeadMath
 from spectrain.target.head import TargetHead
 

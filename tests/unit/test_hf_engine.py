@@ -15,7 +15,7 @@ from spectrain.config.schema import EngineConfig, TargetConfig
 from spectrain.data.hidden_states import TargetStates, as_stored
 from spectrain.data.prompts import Conversation
 from spectrain.data.responses import Response, Sampling
-from spectrain.engines import hf_capture, hf_generate
+from spectrain.engines import hf
 from spectrain.engines.check_states import check_states
 from spectrain.engines.hf import HFEngine
 from spectrain.errors import InputError, RunError
@@ -133,14 +133,14 @@ def test_sampled_answers_follow_the_truncated_distribution_of_the_whole_document
     llama: HFEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used: dict[str, list[float]] = {}
-    real = hf_generate.DrawnDialogue.next_uniform
+    real = hf.DrawnDialogue.next_uniform
 
-    def recorded(dialogue: hf_generate.DrawnDialogue) -> torch.Tensor:
+    def recorded(dialogue: hf.DrawnDialogue) -> torch.Tensor:
         uniform = real(dialogue)
         used.setdefault(dialogue.conversation.id, []).append(float(uniform))
         return uniform
 
-    monkeypatch.setattr(hf_generate.DrawnDialogue, "next_uniform", recorded)
+    monkeypatch.setattr(hf.DrawnDialogue, "next_uniform", recorded)
     for response in llama.generate(make_conversations(6), SAMPLED):
         answer, uniforms = answer_ids(response), used[response.conversation.id]
         assert len(uniforms) == len(answer) == len(set(uniforms))
@@ -156,7 +156,7 @@ def test_random_numbers_are_uniform_and_differ_between_prompts_turns_and_seeds()
         for seed in range(2):
             for turn in range(2):
                 conversation = Conversation(id="same", turns=(f"prompt {number}",) * 2)
-                dialogue = hf_generate.DrawnDialogue(conversation, "train", "k", [1], [0], turn=turn)
+                dialogue = hf.DrawnDialogue(conversation, "train", "k", [1], [0], turn=turn)
                 dialogue.begin_turn(25, seed)
                 numbers.append(dialogue.uniforms)
     drawn = torch.stack(numbers)
@@ -189,9 +189,9 @@ def test_the_batch_is_refilled_while_others_are_still_being_answered(
     llama: HFEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     widths: list[int] = []
-    real = hf_generate.ResponseGenerator._decode
+    real = hf.ResponseGenerator._decode
     monkeypatch.setattr(
-        hf_generate.ResponseGenerator,
+        hf.ResponseGenerator,
         "_decode",
         lambda self, rows, cache: (widths.append(len(rows)), real(self, rows, cache))[1],
     )
@@ -208,15 +208,13 @@ def test_the_batch_is_refilled_while_others_are_still_being_answered(
 
 def test_prefill_takes_no_more_tokens_at_a_time_than_allowed(llama: HFEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     lengths: list[list[int]] = []
-    real = hf_generate.ResponseGenerator._prefill
+    real = hf.ResponseGenerator._prefill
 
-    def recorded(
-        self: hf_generate.ResponseGenerator, joining: list[hf_generate.DrawnDialogue], cache: object
-    ) -> object:
+    def recorded(self: hf.ResponseGenerator, joining: list[hf.DrawnDialogue], cache: object) -> object:
         lengths.append([len(dialogue.ids) for dialogue in joining])
         return real(self, joining, cache)
 
-    monkeypatch.setattr(hf_generate.ResponseGenerator, "_prefill", recorded)
+    monkeypatch.setattr(hf.ResponseGenerator, "_prefill", recorded)
     conversations = [*make_conversations(8), (Conversation(id="long", turns=("word " * 40,)), "train")]
     engine = HFEngine(llama.target, llama.resolved, EngineConfig(batch_size=9, capture_tokens=130), 400)
     assert len(list(engine.generate(conversations, GREEDY))) == 9
@@ -383,7 +381,7 @@ def test_no_taps_are_possible(llama: HFEngine) -> None:
 
 def test_batches_hold_whole_documents_within_the_budget() -> None:
     responses = make_responses([70, 30, 30, 4, 30, 1, 1])
-    batches = [[len(response.input_ids) for response in batch] for batch in hf_capture._batches(responses, 64)]
+    batches = [[len(response.input_ids) for response in batch] for batch in hf._batches(responses, 64)]
     assert batches == [[70], [30, 30, 4], [30, 1, 1]]
 
 

@@ -15,9 +15,9 @@ from spectrain.config.schema import CaptureConfig, DataConfig, EngineConfig, Spe
 from spectrain.data.prompts import Conversation
 from spectrain.engines.conversations import Dialogue
 from spectrain.engines.vllm import args as vllm_args
-from spectrain.engines.vllm import generate_and_capture
+from spectrain.engines.vllm import engine as vllm_engine
 from spectrain.engines.vllm import open_vllm as opening
-from spectrain.engines.vllm.generate_and_capture import OnePass
+from spectrain.engines.vllm.engine import OnePass
 from spectrain.engines.vllm.open_vllm import open_vllm
 from spectrain.engines.vllm.requests import Request
 from spectrain.errors import ConfigError, RunError
@@ -178,7 +178,7 @@ def test_one_pass_waits_for_hidden_states_unless_generation_fails(error, monkeyp
         events.append(sorted(keys))
         return {"late"}
 
-    monkeypatch.setattr(generate_and_capture, "await_arrival", arrived)
+    monkeypatch.setattr(vllm_engine, "await_arrival", arrived)
     capturing = SimpleNamespace(running=running, plan=lambda meta, shard_bytes: (meta, shard_bytes))
     one_pass = OnePass(capturing, "meta", 1000, tmp_path, [])
 

@@ -19,7 +19,7 @@ from spectrain.evaluation.records import (
     read_records,
 )
 from spectrain.evaluation.reliability import ConfidenceStats
-from spectrain.evaluation.report.labels import compare_with_simulation, distinct_names
+from spectrain.evaluation.report.tables import compare_with_simulation, distinct_names
 
 CONDITIONS = Conditions(
     target="tiny",

@@ -25,8 +25,7 @@ from spectrain.data.responses import Response, Sampling
 from spectrain.engines.hf import HFEngine
 from spectrain.engines.vllm.adopt_states import has_leftovers
 from spectrain.engines.vllm.capture_states import CapturePlan, VLLMCapture
-from spectrain.engines.vllm.engine import VLLMEngine
-from spectrain.engines.vllm.generate_and_capture import OnePass
+from spectrain.engines.vllm.engine import OnePass, VLLMEngine
 from spectrain.engines.vllm.open_vllm import open_vllm
 from spectrain.engines.vllm.process import VLLMProcess
 from spectrain.engines.vllm.requests import VLLMClient

@@ -9,8 +9,8 @@ x_{t+2+k}:
                 own with x_3   step 1 -> x_4
 
 First the architecture (``Eagle3Shape``, ``Eagle3Layer``, ``Eagle3Body``: names and shapes of the parameters are those
-of the checkpoint that vLLM loads), then the drafter, then its kind. ``unroll.py`` trains it, ``draft_steps.py`` drafts
-with it, ``eagle3_init.py`` solves for initial weights.
+of the checkpoint that vLLM loads), then the drafter, then its kind. ``unroll.py`` trains it,
+``autoregressive_drafter.py`` drafts with it, ``eagle3_init.py`` solves for initial weights.
 """
 
 from __future__ import annotations
@@ -27,13 +27,19 @@ from spectrain.config.drafter_schema import AutoregressiveConfig, DrafterConfig
 from spectrain.data.packing import PackedBatch
 from spectrain.data.vocab import DraftVocab
 from spectrain.decoding.proposers import Observation
-from spectrain.drafters.autoregressive import draft_steps
-from spectrain.drafters.autoregressive.autoregressive_drafter import AutoregressiveDrafter, AutoregressiveMethod
+from spectrain.drafters.autoregressive.autoregressive_drafter import (
+    AutoregressiveCache,
+    AutoregressiveDrafter,
+    AutoregressiveMethod,
+    DraftSteps,
+    make_cache,
+    observe_columns,
+)
 from spectrain.drafters.autoregressive.eagle3_init import init_eagle3
 from spectrain.drafters.autoregressive.unroll import Columns, unroll
 from spectrain.drafters.drafter import Advance, Batches, DrafterShape
 from spectrain.drafters.field_checks import check_sizes, flag, whole
-from spectrain.drafters.foreign_fields import (
+from spectrain.drafters.foreign_checkpoints import (
     decoder_layer,
     refuse_unknown_arithmetic,
     section,
@@ -41,8 +47,17 @@ from spectrain.drafters.foreign_fields import (
     taps,
 )
 from spectrain.drafters.init_from_target import MLP_NORMS, copy_weights, mlp_norm, read_layer
-from spectrain.drafters.layer_config import from_layer_config, layer_shape, to_layer_config
-from spectrain.drafters.layers import LayerShape, Projections, RMSNorm, Rotary, SwiGLU, VocabProjection
+from spectrain.drafters.layers import (
+    LayerShape,
+    Projections,
+    RMSNorm,
+    Rotary,
+    SwiGLU,
+    VocabProjection,
+    from_layer_config,
+    layer_shape,
+    to_layer_config,
+)
 from spectrain.target.head import TargetHead
 from spectrain.target.spec import TargetSpec
 
@@ -164,15 +179,15 @@ class Eagle3(AutoregressiveDrafter):
     def unroll(self, batch: PackedBatch, columns: Columns) -> Tensor:
         return unroll(self.body, self.rotary, self.head, batch, columns, self.attention_backend(batch))
 
-    def new_cache(self, batch_size: int) -> draft_steps.AutoregressiveCache:
-        return draft_steps.new_cache(self.body, batch_size)
+    def new_cache(self, batch_size: int) -> AutoregressiveCache:
+        return make_cache(self.body, batch_size)
 
     @torch.no_grad()
-    def observe(self, cache: draft_steps.AutoregressiveCache, observation: Observation) -> None:
-        draft_steps.observe(self.body, self.rotary, self.head, cache, observation)
+    def observe(self, cache: AutoregressiveCache, observation: Observation) -> None:
+        observe_columns(self.body, self.rotary, self.head, cache, observation)
 
-    def draft_steps(self, cache: draft_steps.AutoregressiveCache, anchor_B: Tensor, n: int) -> draft_steps.DraftSteps:
-        return draft_steps.DraftSteps(self.body, self.rotary, self.head, cache, anchor_B, n)
+    def draft_steps(self, cache: AutoregressiveCache, anchor_B: Tensor, n: int) -> DraftSteps:
+        return DraftSteps(self.body, self.rotary, self.head, cache, anchor_B, n)
 
 
 # Defaults of these differ between writers and readers, so every one is written out.

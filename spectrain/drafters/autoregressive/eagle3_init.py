@@ -34,7 +34,7 @@ from torch import Tensor
 from spectrain.data.packing import PackedBatch
 from spectrain.drafters.autoregressive.unroll import Columns
 from spectrain.drafters.drafter import Advance, Batches
-from spectrain.drafters.least_squares import Gram, unit
+from spectrain.drafters.init_from_target import Gram, unit
 from spectrain.target.head import TargetHead
 
 if TYPE_CHECKING:

@@ -4,32 +4,49 @@ One pass of the backbone gives all slots; then drafts are chosen from left to ri
 needs the token before. The distribution that is reported for a slot is the distribution its draft was drawn from, given
 the drafts before it.
 
-Legend: B rows, n drafts, T tokens, A taps, H hidden, D draft vocabulary, V target vocabulary, C candidates of the
-selector, r rank.
+Drafting with a block drafter, as a server does it.
+
+The cache holds keys and values of verified tokens, made from the target's taps; column number = position. A draft runs
+a block behind them whose own keys are never kept, so drafting leaves no trace. Each round the cache grows by the
+accepted tokens and their anchor.
+
+Acceptance of every block of a text, for the simulation.
+
+A slot is looked at only where all slots before it can be accepted: what follows a certain rejection is never seen by a
+simulation, and at temperature 0 that is most of the slots. So the head, nearly all of the cost, runs on about as many
+rows an anchor as a server gains tokens.
+
+Legend: B rows, n drafts, T tokens, A taps, H hidden, D draft vocabulary, V target vocabulary, C or N candidates of the
+selector, r rank, S slots of the block (in scores: blocks that are still alive), J slots that draft, N heads (in
+attention), G key-value heads, d size of a head, R blocks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from spectrain.config.drafter_schema import DrafterConfig
 from spectrain.data.packing import PackedBatch
 from spectrain.data.vocab import DraftVocab
 from spectrain.decoding.proposers import Observation, Proposal
 from spectrain.decoding.sampling import SamplingParams, sample, truncated_log_probs
-from spectrain.drafters.block import block_decode as decode
+from spectrain.drafters.block.block_attention import own_block_mask
 from spectrain.drafters.block.block_model import BlockBody
 from spectrain.drafters.block.block_shape import BlockShape
-from spectrain.drafters.drafter import Advance, Batches, Drafter, DraftScores
-from spectrain.drafters.drafter_cache import KeyValueCache, draft_uniforms
+from spectrain.drafters.block.block_training import all_anchors, previous_tokens, run_blocks, tokens_ahead
+from spectrain.drafters.drafter import Advance, Batches, Drafter, DraftScores, KeyValueCache, draft_uniforms
 from spectrain.drafters.layers import Rotary
 from spectrain.drafters.losses import LossSums
+from spectrain.drafters.teacher_forced import acceptance, target_log_probs
 from spectrain.target.cpu_kernels import linear
 from spectrain.target.families import at_least_float32
+from spectrain.target.head import TargetHead
 
 
 class BlockDrafter(Drafter):
@@ -84,16 +101,16 @@ class BlockDrafter(Drafter):
     def score(
         self, batch: PackedBatch, num_tokens: int, sampling: SamplingParams, draft_sampling: SamplingParams
     ) -> DraftScores:
-        from spectrain.drafters.block.block_scores import block_scores
+        from spectrain.drafters.block.block_drafter import block_scores
 
         return block_scores(self, batch, num_tokens, sampling, draft_sampling)
 
     def new_cache(self, batch_size: int) -> KeyValueCache:
-        return decode.new_cache(self.body, batch_size)
+        return make_cache(self.body, batch_size)
 
     @torch.no_grad()
     def observe(self, cache: KeyValueCache, observation: Observation) -> None:
-        decode.observe(self.body, self.rotary, cache, observation)
+        observe_context(self.body, self.rotary, cache, observation)
 
     @torch.no_grad()
     def propose(
@@ -106,7 +123,7 @@ class BlockDrafter(Drafter):
     ) -> Proposal:
         if n > self.training_steps:
             raise ValueError(f"this drafter's blocks give {self.training_steps} drafts, {n} were asked for")
-        hidden_BnH = decode.draft_block(self.body, self.rotary, self.head, cache, anchor_B, n)
+        hidden_BnH = draft_block(self.body, self.rotary, self.head, cache, anchor_B, n)
         uniforms_Bn = None if sampling.greedy else draft_uniforms(generators, n, anchor_B)
         chooser = _DraftChooser(self, hidden_BnH, anchor_B, sampling)
         for slot in range(n):
@@ -182,3 +199,129 @@ class _DraftChooser:
         top = logits_BD.topk(min(selector.shape.top_k, logits_BD.shape[1]), dim=-1)
         edges_BC = selector.edges(selector.query(self.prev_B, hidden_BH), top.indices)
         return _Scores(top.values + edges_BC, top.indices)
+
+
+def make_cache(body: BlockBody, batch_size: int) -> KeyValueCache:
+    return KeyValueCache(body.shape.layer, body.shape.num_layers, batch_size, body.fc.weight)
+
+
+def observe_context(body: BlockBody, rotary: Rotary, cache: KeyValueCache, observation: Observation) -> None:
+    """Taps of verified tokens become context columns. Columns behind a row's length are scratch, overwritten by
+    the next call.
+    """
+    taps_BTAH = observation.taps_BTAH
+    if taps_BTAH is None:
+        raise ValueError("a block drafter observes taps of the target")
+    rows_B1 = torch.arange(len(taps_BTAH), device=taps_BTAH.device)[:, None]
+    positions_BT = cache.columns_B[:, None] + torch.arange(taps_BTAH.shape[1], device=taps_BTAH.device)
+    cache.reserve(int(positions_BT.max()) + 1)
+    context_BTH, cos_sin = body.fuse(taps_BTAH), rotary.cos_sin(positions_BT)
+    for layer, keys, values in zip(body.layers, cache.keys, cache.values, strict=True):
+        keys[rows_B1, positions_BT], values[rows_B1, positions_BT] = layer.context_kv(context_BTH, cos_sin)
+    cache.columns_B = cache.columns_B + observation.lengths_B
+
+
+def draft_block(
+    body: BlockBody, rotary: Rotary, head: TargetHead, cache: KeyValueCache, anchor_B: Tensor, num_drafts: int
+) -> Tensor:
+    """Normed hidden states [B, J, H] of the slots that draft ``num_drafts`` tokens behind the anchor."""
+    shape = body.shape
+    slots = shape.slots(num_drafts)
+    positions_BS = cache.columns_B[:, None] + torch.arange(slots, device=anchor_B.device)
+    end = int(cache.columns_B.max())
+    own_SS = own_block_mask(slots, shape.sliding_window, shape.causal, anchor_B.device)
+    context_BSK = _context_mask(shape, positions_BS, cache.columns_B, end)
+    visible_B1SK = torch.cat([context_BSK, own_SS.expand(len(context_BSK), -1, -1)], dim=-1)[:, None]
+
+    def attend(index: int, q_BSNd: Tensor, k_BSGd: Tensor, v_BSGd: Tensor) -> Tensor:
+        k = torch.cat([cache.keys[index][:, :end], k_BSGd], dim=1).transpose(1, 2)
+        v = torch.cat([cache.values[index][:, :end], v_BSGd], dim=1).transpose(1, 2)
+        return F.scaled_dot_product_attention(
+            q_BSNd.transpose(1, 2), k, v, attn_mask=visible_B1SK, enable_gqa=True
+        ).transpose(1, 2)
+
+    hidden_BSH = body(body.block_input(anchor_B, head, slots), rotary.cos_sin(positions_BS), attend)
+    return hidden_BSH[:, shape.first_slot :]
+
+
+def _context_mask(shape: BlockShape, positions_BS: Tensor, columns_B: Tensor, end: int) -> Tensor:
+    """[B, S, end]: a slot sees the row's own columns, those inside the window if there is one."""
+    column_K = torch.arange(end, device=columns_B.device)
+    visible_BSK = (column_K < columns_B[:, None, None]).expand(-1, positions_BS.shape[1], -1)
+    if shape.sliding_window is not None:
+        visible_BSK = visible_BSK & (positions_BS[..., None] - column_K < shape.sliding_window)
+    return visible_BSK
+
+
+def block_scores(
+    drafter: BlockDrafter, batch: PackedBatch, num_drafts: int, sampling: SamplingParams, draft_sampling: SamplingParams
+) -> DraftScores:
+    """Acceptance of all anchors' blocks of ``num_drafts`` drafts, as a server runs them when it is asked for
+    so many.
+    """
+    anchor_R = all_anchors(batch)
+    accept_RJ = torch.zeros(len(anchor_R), num_drafts, device=anchor_R.device)
+    if len(anchor_R) == 0:
+        return DraftScores(anchor_R, accept_RJ)
+    ahead_R = tokens_ahead(batch, num_drafts)[anchor_R]
+    slots = _SlotLogits(drafter, batch, anchor_R, num_drafts)
+    log_q_T = None if draft_sampling.greedy else _log_q(drafter, batch, anchor_R, ahead_R, sampling)
+    alive_S = torch.arange(len(anchor_R), device=anchor_R.device)
+    for k in range(num_drafts):
+        alive_S = alive_S[ahead_R[alive_S] > k]
+        teacher_S = anchor_R[alive_S] + k
+        accept_S = acceptance(
+            partial(slots, alive_S, k),
+            drafter.lm_head_DH,
+            drafter.target_to_draft_V[batch.input_ids_T[teacher_S + 1]],
+            None if log_q_T is None else log_q_T[teacher_S],
+            draft_sampling,
+        )
+        accept_RJ[alive_S, k] = accept_S
+        alive_S = alive_S[accept_S > 0]
+    return DraftScores(anchor_R, accept_RJ, slots.confidence())
+
+
+def _log_q(
+    drafter: BlockDrafter, batch: PackedBatch, anchor_R: Tensor, ahead_R: Tensor, sampling: SamplingParams
+) -> Tensor:
+    """log q of the document's own token behind every position that some slot asks about, [T]; others hold 0."""
+    asked_T = torch.zeros(batch.num_tokens, dtype=torch.bool, device=anchor_R.device)
+    for k in range(int(ahead_R.max())):
+        asked_T[anchor_R[ahead_R > k] + k] = True
+    teacher_U = asked_T.nonzero()[:, 0]
+    log_q_U = target_log_probs(drafter.teacher(batch, teacher_U), batch.input_ids_T[teacher_U + 1], sampling)
+    return log_q_U.new_zeros(batch.num_tokens).index_copy_(0, teacher_U, log_q_U)
+
+
+class _SlotLogits:
+    """Logits [S, D] of draft k of some blocks, teacher forced; -inf where a selector leaves a token out."""
+
+    def __init__(self, drafter: BlockDrafter, batch: PackedBatch, anchor_R: Tensor, num_drafts: int) -> None:
+        self.body = drafter.body
+        self.hidden_RJH = run_blocks(drafter, batch, anchor_R, num_drafts)
+        self.prev_RJ = previous_tokens(batch, anchor_R, num_drafts)
+        self.matrix_DH = drafter.lm_head_DH.to(self.hidden_RJH.dtype)
+        markov = self.body.markov_head
+        self.embedding_RJr = self.states_RJr = None
+        if markov is not None:
+            self.embedding_RJr = markov.embed(self.prev_RJ)
+            self.states_RJr = markov.states(self.embedding_RJr, self.hidden_RJH)
+
+    def confidence(self) -> Tensor | None:
+        """What the confidence head says [R, J] before calibration, where there is one."""
+        logits_RJ = self.body.confidence_logits(self.hidden_RJH, self.embedding_RJr)
+        return None if logits_RJ is None else logits_RJ.sigmoid()
+
+    def __call__(self, block_S: Tensor, k: int, part: slice) -> Tensor:
+        block_S = block_S[part]
+        hidden_SH = self.hidden_RJH[block_S, k]
+        logits_SD = linear(hidden_SH, self.matrix_DH)
+        if self.states_RJr is not None and self.body.markov_head is not None:
+            logits_SD = logits_SD + self.body.markov_head.markov_w2(self.states_RJr[block_S, k])
+        selector = self.body.candidate_selector
+        if selector is None:
+            return logits_SD
+        top = logits_SD.topk(min(selector.shape.top_k, logits_SD.shape[1]), dim=-1)
+        scores_SN = top.values + selector.edges(selector.query(self.prev_RJ[block_S, k], hidden_SH), top.indices)
+        return torch.full_like(logits_SD, float("-inf")).scatter_(1, top.indices, scores_SN)

@@ -32,10 +32,10 @@ import torch
 from torch import Tensor
 
 from spectrain.data.packing import PackedBatch
-from spectrain.drafters.block.anchors import all_anchors, tokens_ahead
 from spectrain.drafters.block.block_attention import BlockLayout, block_attention
+from spectrain.drafters.block.block_training import all_anchors, tokens_ahead
 from spectrain.drafters.drafter import Advance, Batches
-from spectrain.drafters.least_squares import RIDGE, Gram, unit
+from spectrain.drafters.init_from_target import RIDGE, Gram, unit
 
 if TYPE_CHECKING:
     from spectrain.drafters.block.block_drafter import BlockDrafter

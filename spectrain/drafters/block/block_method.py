@@ -20,12 +20,11 @@ from spectrain.config.schema import TrainerConfig
 from spectrain.data.vocab import DraftVocab
 from spectrain.drafters.block.block_drafter import BlockDrafter
 from spectrain.drafters.block.block_model import BlockBody
-from spectrain.drafters.block.block_shape import BlockShape
-from spectrain.drafters.block.mask_token import resolve_mask_token
+from spectrain.drafters.block.block_shape import BlockShape, resolve_mask_token
 from spectrain.drafters.field_checks import flag, positive, whole
-from spectrain.drafters.foreign_fields import block_decoder_layer, block_taps, mask_token, speculators_fields
+from spectrain.drafters.foreign_checkpoints import block_decoder_layer, block_taps, mask_token, speculators_fields
 from spectrain.drafters.init_from_target import MLP_NORMS, copy_weights, mlp_norm, read_layer
-from spectrain.drafters.layer_config import from_layer_config, layer_shape, to_layer_config
+from spectrain.drafters.layers import from_layer_config, layer_shape, to_layer_config
 from spectrain.drafters.registry import Corpus, CorpusSize, DrafterMethod, TrainingCost
 from spectrain.errors import ConfigError
 from spectrain.target.head import TargetHead

@@ -5,7 +5,7 @@ context key is not normed again and does not change from layer to layer, so it d
 be kept. The block attends to the context strictly before its anchor and to itself; which rows that are is the caller's
 business (``attend``), because training packs many blocks where a server has a cache.
 
-The module is the architecture and nothing else: ``block_training.py`` trains it, ``block_decode.py`` drafts with it.
+The module is the architecture and nothing else: ``block_training.py`` trains it, ``block_drafter.py`` drafts with it.
 Names and shapes of the parameters are those of the checkpoint that vLLM loads.
 
 Legend: R blocks, B slots, T context tokens, A taps, H hidden, N heads, G key-value heads, d size of a head.
@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from spectrain.drafters.block.block_shape import BlockShape
-from spectrain.drafters.block.conv import GroupedConv
-from spectrain.drafters.block.heads import CandidateSelector, ConfidenceHead, MarkovHead
+from spectrain.drafters.block.heads import CandidateSelector, ConfidenceHead, GroupedConv, MarkovHead
 from spectrain.drafters.layers import Projections, RMSNorm, SwiGLU, VocabProjection
 from spectrain.target.head import TargetHead
 

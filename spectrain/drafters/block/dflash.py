@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from spectrain.drafters.block.block_method import BlockMethod
-from spectrain.drafters.foreign_fields import count, refuse_unknown_arithmetic, section
+from spectrain.drafters.foreign_checkpoints import count, refuse_unknown_arithmetic, section
 from spectrain.errors import InputError
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from spectrain.config.drafter_schema import DrafterConfig
 from spectrain.drafters.block.block_shape import BlockShape, ConvShape, SelectorShape
 from spectrain.drafters.block.dflash import DFlashMethod
-from spectrain.drafters.foreign_fields import count, section
+from spectrain.drafters.foreign_checkpoints import count, section
 from spectrain.errors import ConfigError
 from spectrain.target.spec import TargetSpec
 

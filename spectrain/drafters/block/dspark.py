@@ -13,7 +13,7 @@ from typing import Any
 from spectrain.config.drafter_schema import DrafterConfig
 from spectrain.drafters.block.block_method import BlockMethod, read_flag
 from spectrain.drafters.block.block_shape import BlockShape, MarkovShape
-from spectrain.drafters.foreign_fields import count, refuse_unknown_arithmetic, section
+from spectrain.drafters.foreign_checkpoints import count, refuse_unknown_arithmetic, section
 from spectrain.errors import ConfigError, InputError
 from spectrain.target.spec import TargetSpec
 

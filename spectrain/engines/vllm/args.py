@@ -18,7 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from spectrain.config.conversion import suggest
+from spectrain.config.overrides import suggest
 from spectrain.config.schema import EngineConfig, TargetConfig
 from spectrain.errors import ConfigError
 

@@ -29,7 +29,7 @@ from spectrain.data.hidden_states_writer import HiddenStatesWriter
 from spectrain.data.loss_mask import generated_ranges, mask_of_ranges, predicts_generated
 from spectrain.data.responses import Response
 from spectrain.engines.check_states import CheckDocument, SelfCheck, check_prefixes
-from spectrain.engines.hf_capture import stored_log_normalizer
+from spectrain.engines.hf import stored_log_normalizer
 from spectrain.engines.vllm.adopt_states import (
     PARAMS,
     Adopter,

@@ -19,17 +19,18 @@ from markupsafe import Markup
 
 from spectrain.evaluation.records import EvaluationRecord, Interval
 from spectrain.evaluation.report import plots
-from spectrain.evaluation.report.labels import (
+from spectrain.evaluation.report.tables import (
     MISSING,
     compare_with_simulation,
+    confidence_rows,
     decoded_by,
     distinct_names,
     interval_text,
     number,
+    policy_rows,
     share_text,
     shared_conditions,
 )
-from spectrain.evaluation.report.tables import confidence_rows, policy_rows
 from spectrain.files import write_atomically
 
 Fact = tuple[str, str]
