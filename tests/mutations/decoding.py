@@ -79,8 +79,8 @@ MUTATIONS = (
     Mutation(
         "threshold on a draft's own confidence",
         "spectrain/decoding/scheduler.py",
-        "survival_Bn = survival(confidence_Bn)",
-        "survival_Bn = confidence_Bn",
+        "survival_Bn = survival(confidence_Bn)\n        # Survival never",
+        "survival_Bn = confidence_Bn\n        # Survival never",
         ("tests/unit/test_confidence.py",),
     ),
     Mutation(
