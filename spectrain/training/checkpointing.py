@@ -2,13 +2,16 @@
 
 Everything random in training is a function of (seed, epoch), so the step counter is all the randomness there is to
 save. A checkpoint is a folder that appears in one step; a kill while writing leaves the one before.
+
+``state.json`` holds the digests of the tensor files and of itself. A checkpoint is loaded only if they are right; one
+that is damaged stays as it is, and the one before is taken. Cost: each file is read once more when it is written and
+once more when it is loaded, about a second a GB.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,56 +20,123 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from spectrain.console import say
 from spectrain.errors import InputError
-from spectrain.files import recover_folder, replace_folder
+from spectrain.files import (
+    DIGEST,
+    check_digest,
+    file_digest,
+    recover_folder,
+    remove,
+    replace_folder,
+    with_digest,
+    without_digest,
+)
 
 _NAME = re.compile(r"step-(\d{8})")
+_MODEL, _OPTIMIZER, _STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+_DIGESTS = "digests"
 
 
 def save_checkpoint(
     folder: Path, model: nn.Module, optimizers: list[Optimizer], state: dict[str, Any], keep: int
 ) -> Path:
-    """Write ``folder/step-…`` and remove all but the newest ``keep``. ``state`` must be JSON and hold ``step``."""
+    """Write ``folder/step-…`` and remove all but the newest ``keep``. ``state`` must be JSON and hold ``step``.
+
+    Raises RunError if it cannot be written; the checkpoint before is kept then.
+    """
     path = folder / f"step-{state['step']:08d}"
+    contents = {
+        _MODEL: {name: p.detach().cpu().contiguous() for name, p in model.named_parameters()},
+        _OPTIMIZER: _optimizer_tensors(model, optimizers),
+    }
 
     def fill(into: Path) -> None:
-        save_file(
-            {name: p.detach().cpu().contiguous() for name, p in model.named_parameters()}, into / "model.safetensors"
-        )
-        save_file(_optimizer_tensors(model, optimizers), into / "optimizer.safetensors")
-        (into / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
+        for name, tensors in contents.items():
+            save_file(tensors, into / name)
+        digests = {name: file_digest(into / name) for name in contents}
+        text = json.dumps(with_digest({**state, _DIGESTS: digests}), indent=1)
+        (into / _STATE).write_text(text, encoding="utf-8")
 
-    replace_folder(path, fill)
-    for stale in _checkpoints(folder)[:-keep]:
-        shutil.rmtree(stale, ignore_errors=True)
+    size_bytes = sum(tensor.nbytes for tensors in contents.values() for tensor in tensors.values())
+    replace_folder(path, fill, f"the checkpoint of step {state['step']}", size_bytes)
+    prune_checkpoints(folder, state["step"], keep)
     return path
 
 
+def prune_checkpoints(folder: Path, step: int, keep: int) -> None:
+    """Remove all but the newest ``keep`` of those up to ``step``. Later ones are none of this training's (damaged, or
+    put there by somebody) and stay.
+    """
+    own = [path for path in _checkpoints(folder) if _step(path) <= step]
+    for stale in own[:-keep]:
+        remove(stale)
+
+
 def newest_checkpoint(folder: Path) -> Path | None:
-    """The one that ``load_checkpoint`` restores; what a kill left of one that was being written is put in
-    order first.
+    """The one that ``load_checkpoint`` restores: the newest that is whole. What a kill left of one that was being
+    written or removed is put in order first.
     """
     for leftover in folder.glob(".step-*"):
         recover_folder(folder / leftover.name[1:].rsplit(".", 1)[0])
-    return next(reversed(_checkpoints(folder)), None)
+    return next((path for path in reversed(_checkpoints(folder)) if damage(path) is None), None)
 
 
 def load_checkpoint(folder: Path, model: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any] | None:
-    """Restore the newest checkpoint into model and optimisers; None where there is none. Raises InputError where it is
-    of another model.
+    """Restore the newest whole checkpoint into model and optimisers; None where there is none. Says which are damaged.
+    Raises InputError where it is of another model.
     """
     path = newest_checkpoint(folder)
+    _say_what_is_damaged(folder, path)
     if path is None:
         return None
-    tensors = load_file(path / "model.safetensors")
+    tensors = load_file(path / _MODEL)
     parameters = dict(model.named_parameters())
     if {n: t.shape for n, t in tensors.items()} != {n: p.shape for n, p in parameters.items()}:
         raise InputError(f"{path} holds the state of another drafter: remove {folder} to start anew")
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(tensors[name])
-    _restore_optimizers(model, optimizers, load_file(path / "optimizer.safetensors"), path)
-    return json.loads((path / "state.json").read_text(encoding="utf-8"))
+    _restore_optimizers(model, optimizers, load_file(path / _OPTIMIZER), path)
+    state = without_digest(_read_state(path))
+    del state[_DIGESTS]
+    return state
+
+
+def damage(path: Path) -> str | None:
+    """What is wrong with a checkpoint: a file that is missing or whose digest differs; None: nothing."""
+    try:
+        state = _read_state(path)
+        if state["step"] != _step(path):
+            return f"{_STATE} is that of step {state['step']}"
+        for name in (_MODEL, _OPTIMIZER):
+            if file_digest(path / name) != state[_DIGESTS][name]:
+                return f"the digest of {name} differs"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except (OSError, ValueError, KeyError, TypeError, InputError):
+        return f"{_STATE} cannot be read"
+    return None
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    state = json.loads((path / _STATE).read_text(encoding="utf-8"))
+    if not isinstance(state, dict) or DIGEST not in state:
+        raise ValueError(f"{path / _STATE} is no state")
+    check_digest(state, path / _STATE, "it is damaged")
+    return state
+
+
+def _say_what_is_damaged(folder: Path, chosen: Path | None) -> None:
+    later = [path for path in _checkpoints(folder) if chosen is None or path > chosen]
+    for path in reversed(later):
+        say(f"fit: {path} is damaged ({damage(path)}): it is passed over, and left as it is")
+    if later and chosen is None:
+        say("fit: no checkpoint is whole: training starts anew")
+
+
+def _step(path: Path) -> int:
+    return int(path.name.rpartition("-")[2])
 
 
 def _checkpoints(folder: Path) -> list[Path]:

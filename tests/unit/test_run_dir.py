@@ -22,7 +22,7 @@ def run_dir(tmp_path):
 
 
 def finish(run_dir, name, fixed=FIXED, growing=GROWING, output=None):
-    with run_dir.running(run_dir.decide(name, Inputs(fixed, growing), whole=False)) as outputs:
+    with run_dir.running(run_dir.decide(name, Inputs(fixed, growing), lambda: "outputs are missing")) as outputs:
         for file in output or ():
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text("x")
@@ -30,7 +30,7 @@ def finish(run_dir, name, fixed=FIXED, growing=GROWING, output=None):
 
 
 def decide(run_dir, name="capture", fixed=FIXED, growing=GROWING, whole=True):
-    return run_dir.decide(name, Inputs(fixed, growing), whole)
+    return run_dir.decide(name, Inputs(fixed, growing), lambda: "" if whole else "outputs are missing")
 
 
 def test_a_finished_stage_with_the_same_inputs_is_skipped(run_dir):
@@ -101,7 +101,7 @@ def test_missing_outputs_are_made_again(run_dir):
 
 def test_a_kill_while_removing_does_not_leave_a_stage_that_looks_whole(run_dir, monkeypatch):
     finish(run_dir, "capture", output=[run_dir.hidden_states / "shard"])
-    monkeypatch.setattr("spectrain.stages.run_dir._remove", lambda path: (_ for _ in ()).throw(SystemExit))
+    monkeypatch.setattr("spectrain.stages.run_dir.remove", lambda path: (_ for _ in ()).throw(SystemExit))
     changed = FIXED | {"drafter.taps": [1]}
     with pytest.raises(SystemExit), run_dir.running(decide(run_dir, fixed=changed)):
         pass
