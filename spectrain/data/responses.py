@@ -4,10 +4,14 @@ A response is known by its key, a digest of what it depends on (prompt, sampling
 keys, so it does not matter in which order responses are finished, how often a generation was killed, or whether one
 comes twice. A part file appears under its name only when it is whole and on disk: a kill loses at most the responses
 that were not appended yet.
+
+A part's name holds the digest of its bytes, which is compared before anything in it is believed: a changed bit could
+be another token, or another mask. Cost: one reading of each part in a process, about a second a GB.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -24,7 +28,7 @@ from spectrain.config.schema import SamplingConfig
 from spectrain.console import say
 from spectrain.data.prompts import Conversation, digest_json
 from spectrain.errors import InputError
-from spectrain.files import remove_partials, replacing
+from spectrain.files import file_digest, remove_partials, replacing
 
 FINISH_REASONS = ("stop", "length", "imported")
 SPLITS = ("train", "heldout")
@@ -141,12 +145,12 @@ _SCHEMA = pa.schema(
     ],
     metadata={"spectrain_schema_version": SCHEMA_VERSION},
 )
-_PART_NAME = re.compile(r"part-(\d{5,})\.parquet")
+_PART_NAME = re.compile(r"part-(\d{5,})(?:-([0-9a-f]{16}))?\.parquet")  # earlier versions wrote no digest
 
 
 class ResponseStore:
-    """A folder of Parquet parts ``part-00000.parquet`` …, one for each ``append``. One writer at a time; any number of
-    readers.
+    """A folder of Parquet parts ``part-00000-DIGEST.parquet`` …, one for each ``append``. One writer at a time; any
+    number of readers.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -156,7 +160,7 @@ class ResponseStore:
 
     def append(self, responses: Sequence[Response]) -> Path | None:
         """Write the responses whose keys are not stored yet as one part, whole or not at all; None if there
-        are none.
+        are none. Raises RunError if it cannot be written.
         """
         known = self.keys()
         fresh = {response.key: response for response in reversed(responses) if response.key not in known}
@@ -166,14 +170,17 @@ class ResponseStore:
         remove_partials(self.folder)
         # The first of several responses with one key is kept, and the given order is too.
         rows = [_to_row(response) for response in responses if fresh.get(response.key) is response]
-        path = self.folder / f"part-{self._next_number():05d}.parquet"
-        table = pa.Table.from_pylist(rows, schema=_SCHEMA)
-        with replacing(path) as partial:
-            pq.write_table(table, partial, compression="zstd")
+        buffer = pa.BufferOutputStream()
+        pq.write_table(pa.Table.from_pylist(rows, schema=_SCHEMA), buffer, compression="zstd")
+        content = buffer.getvalue()
+        digest = hashlib.sha256(content).hexdigest()[:16]
+        path = self.folder / f"part-{self._next_number():05d}-{digest}.parquet"
+        with replacing(path, f"{len(rows)} responses", content.size) as partial:
+            partial.write_bytes(content)
         return path
 
     def keys(self) -> set[str]:
-        """Keys of all stored responses."""
+        """Keys of all stored responses. Raises InputError for a part that is damaged."""
         for path in self._parts():
             if path not in self._parts_read:
                 for key in _read(path, ["key"])["key"].to_pylist():
@@ -188,7 +195,7 @@ class ResponseStore:
         ``splits`` (key -> split) overrides the stored split: which prompts are held out is a choice of the run, not of
         the response.
 
-        Raises InputError if a key is not stored, or a part cannot be read.
+        Raises InputError if a key is not stored, or a part cannot be read or is damaged.
         """
         known = self.keys()
         wanted = sorted(known) if keys is None else list(keys)
@@ -216,7 +223,11 @@ class ResponseStore:
         return max(numbers, default=-1) + 1
 
 
+_REMOVE_IT = "remove it and run generate again, which answers its prompts anew"
+
+
 def _read(path: Path, columns: list[str] | None = None) -> pa.Table:
+    _verify(path)
     try:
         # Not read_table: it takes a folder name such as "lr=0.1" for a partition and adds a column.
         with pq.ParquetFile(path) as file:
@@ -229,8 +240,20 @@ def _read(path: Path, columns: list[str] | None = None) -> pa.Table:
             return file.read(columns=columns)
     except (pa.ArrowException, OSError) as error:
         raise InputError(
-            f"{path} cannot be read as responses ({str(error).splitlines()[0]}): remove it and run generate again"
+            f"{path} cannot be read as responses ({str(error).splitlines()[0]}): {_REMOVE_IT}"
         ) from error
+
+
+def _verify(path: Path) -> None:
+    match = _PART_NAME.fullmatch(path.name)
+    if match is None or match[2] is None:
+        return
+    try:
+        found = file_digest(path)
+    except OSError as error:
+        raise InputError(f"{path} cannot be read ({error.strerror}): {_REMOVE_IT}") from error
+    if not found.startswith(match[2]):
+        raise InputError(f"{path} has changed since it was written, its digest is not that of its name: {_REMOVE_IT}")
 
 
 def _to_row(response: Response) -> dict[str, Any]:
