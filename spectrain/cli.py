@@ -23,7 +23,8 @@ from spectrain.config.commands import COMMANDS, SWITCHES, Command, known
 from spectrain.config.overrides import suggest
 from spectrain.config.schema import SpectrainConfig
 from spectrain.console import say, stdout
-from spectrain.errors import ConfigError, SpectrainError
+from spectrain.errors import ConfigError, RunError, SpectrainError
+from spectrain.files import full_disk
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if debug:
             traceback.print_exc()
+        full = full_disk(error)  # of a library's writing: ours say it by themselves
+        if full:
+            say(f"error: {full}")
+            return RunError.exit_code
         say(f"error: {type(error).__name__}: {' '.join(str(error).split())[:500]} (unexpected; --debug shows where)")
         return 1
 

@@ -63,7 +63,9 @@ def replacing(path: Path, what: str = "", size_bytes: int | None = None) -> Iter
 
 
 def write_atomically(path: Path, text: str, what: str = "") -> None:
-    """Replace ``path`` in one step; after a crash it holds the old text or the new one. ``what`` as in ``replacing``."""
+    """Replace ``path`` in one step; after a crash it holds the old text or the new one. ``what``: as in ``replacing``,
+    errors, too.
+    """
     with replacing(path, what, len(text.encode())) as partial:
         partial.write_text(text, encoding="utf-8")
 
@@ -157,6 +159,17 @@ def bytes_text(size: float) -> str:
         if abs(size) < 999.5 or unit == "PB":
             break
     return f"{size:,.1f} {unit}" if abs(size) < 9.95 else f"{size:,.0f} {unit}"
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSON-lines file, none if it is not there. Lines that a kill or a full disk cut short are passed
+    over.
+    """
+    found = []
+    for line in path.read_bytes().splitlines() if path.is_file() else ():
+        with suppress(ValueError):
+            found.append(json.loads(line))
+    return [entry for entry in found if isinstance(entry, dict)]
 
 
 # --- folders -------------------------------------------------------------------------------------------------------

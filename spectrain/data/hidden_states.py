@@ -13,7 +13,8 @@ would round its neighbours to zero. Where the last layer is a tap, the last hidd
 once: ``A * H`` values a token.
 
 Documents are numbered in the order of their keys, not of their capture, so that a capture that was killed and resumed
-trains exactly like one that was not. Writing is in ``hidden_states_writer.py``.
+trains exactly like one that was not. Writing is in ``hidden_states_writer.py``, what happens to damaged shards in
+``shard_damage.py``.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -34,11 +35,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from spectrain.errors import InputError
+from spectrain.files import check_digest, with_digest
 
 SCHEMA_VERSION = 2
 INDEX_NAME = "index.json"
 STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 _CHUNK_BYTES = 1 << 24
+_FOLDER_ADVICE = "remove the folder and capture again"
+_SHARD_ADVICE = "run `spectrain capture`, which captures its documents again"
 
 
 @dataclass(frozen=True)
@@ -148,29 +152,28 @@ class StoreIndex:
     shards: tuple[ShardRecord, ...]
 
     def to_json(self) -> str:
-        return json.dumps(
-            {"meta": dataclasses.asdict(self.meta), "shards": [dataclasses.asdict(s) for s in self.shards]}, indent=1
-        )
+        shards = [dataclasses.asdict(record) for record in self.shards]
+        return json.dumps(with_digest({"meta": dataclasses.asdict(self.meta), "shards": shards}), indent=1)
 
     @staticmethod
     def load(folder: Path) -> StoreIndex:
-        """Raises ``InputError`` if the index is missing, broken or of another version of the schema."""
+        """Raises ``InputError`` if the index is missing, broken, changed or of another version of the schema."""
         path = folder / INDEX_NAME
         try:
             fields = json.loads(path.read_text(encoding="utf-8"))
             version = fields["meta"]["schema_version"]
             if version != SCHEMA_VERSION:
                 raise InputError(
-                    f"{path} has schema version {version}, this spectrain reads {SCHEMA_VERSION}: remove the folder "
-                    f"and capture again"
+                    f"{path} has schema version {version}, this spectrain reads {SCHEMA_VERSION}: {_FOLDER_ADVICE}"
                 )
+            check_digest(fields, path, _FOLDER_ADVICE)
             return StoreIndex(StoreMeta(**fields["meta"]), tuple(ShardRecord(**record) for record in fields["shards"]))
         except FileNotFoundError:
             raise InputError(
                 f"{folder} holds no hidden states ({INDEX_NAME} is missing): run `spectrain capture` first"
             ) from None
         except (ValueError, TypeError, KeyError, OSError) as error:
-            raise InputError(f"{path} cannot be read ({error}): remove the folder and capture again") from error
+            raise InputError(f"{path} cannot be read ({error}): {_FOLDER_ADVICE}") from error
 
 
 def token_layout(meta: StoreMeta) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -234,15 +237,14 @@ class ShardFile:
 
     def __init__(self, path: Path, record: ShardRecord, meta: StoreMeta) -> None:
         self.path = path
-        self._record = record
+        self.record = record
         self._meta = meta
         self._tensors: dict[str, Tensor] | None = None
         if not path.is_file():
-            raise InputError(f"{path} is missing although the index names it: remove the folder and capture again")
+            raise InputError(f"{path} is missing although the index names it: {_SHARD_ADVICE}")
         if path.stat().st_size != record.bytes:
             raise InputError(
-                f"{path} has {path.stat().st_size} bytes, the index says {record.bytes}: it is broken, remove the "
-                f"folder and capture again"
+                f"{path} is broken, it has {path.stat().st_size} bytes, the index says {record.bytes}: {_SHARD_ADVICE}"
             )
 
     @classmethod
@@ -251,7 +253,7 @@ class ShardFile:
         shard = cls(path, ShardRecord(path.name, 0, 0, path.stat().st_size, ""), meta)
         with shard._open() as file:
             offsets = file.get_tensor("offsets").tolist()
-        shard._record = dataclasses.replace(shard._record, documents=len(offsets) - 1, tokens=offsets[-1])
+        shard.record = dataclasses.replace(shard.record, documents=len(offsets) - 1, tokens=offsets[-1])
         return shard
 
     def __getstate__(self) -> dict[str, Any]:
@@ -270,10 +272,9 @@ class ShardFile:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
             for name, (dtype, shape) in token_layout(self._meta).items():
                 found = tensors.get(name)
-                if found is None or found.dtype != dtype or tuple(found.shape) != (self._record.tokens, *shape):
+                if found is None or found.dtype != dtype or tuple(found.shape) != (self.record.tokens, *shape):
                     raise InputError(
-                        f"{self.path}: tensor {name} does not have the type and shape of the index: remove the folder "
-                        f"and capture again"
+                        f"{self.path}: tensor {name} does not have the type and shape of the index: {_SHARD_ADVICE}"
                     )
             self._tensors = tensors
         return self._tensors
@@ -314,37 +315,27 @@ class ShardFile:
                 places = zip(keys, splits, itertools.pairwise(offsets), loss_counts, strict=True)
                 listed = [StoredDocument(key, split, number, a, b - a, count) for key, split, (a, b), count in places]
             except (SafetensorError, KeyError, TypeError, ValueError) as error:
-                raise InputError(
-                    f"{self.path} does not list its documents ({error}): it is broken, remove the folder and capture "
-                    f"again"
-                ) from error
-        if len(listed) != self._record.documents or sum(d.length for d in listed) != self._record.tokens:
-            raise InputError(
-                f"{self.path} does not hold the documents that the index names: it is broken, remove the folder and "
-                f"capture again"
-            )
+                raise InputError(f"{self.path} does not list its documents ({error}): {_SHARD_ADVICE}") from error
+        if len(listed) != self.record.documents or sum(d.length for d in listed) != self.record.tokens:
+            raise InputError(f"{self.path} does not hold the documents that the index names: {_SHARD_ADVICE}")
         return listed
 
     def _open(self) -> Any:
         try:
             return safe_open(self.path, framework="pt")
         except (SafetensorError, OSError) as error:
-            raise InputError(
-                f"{self.path} cannot be read ({error}): it is broken, remove the folder and capture again"
-            ) from error
+            raise InputError(f"{self.path} cannot be read ({error}): {_SHARD_ADVICE}") from error
 
     def verify(self, on_bytes: Callable[[int], None] | None) -> None:
+        """Read every byte; raises ``InputError`` if they are not those that the index names."""
         digest = hashlib.sha256()
         with self.path.open("rb") as file:
             while chunk := file.read(_CHUNK_BYTES):
                 digest.update(chunk)
                 if on_bytes is not None:
                     on_bytes(len(chunk))
-        if digest.hexdigest() != self._record.sha256:
-            raise InputError(
-                f"{self.path} does not have the checksum of the index: its content has changed, remove the folder and "
-                f"capture again"
-            )
+        if digest.hexdigest() != self.record.sha256:
+            raise InputError(f"{self.path} has changed, its checksum is not that of the index: {_SHARD_ADVICE}")
 
 
 class StoredHiddenStates:
@@ -360,9 +351,9 @@ class StoredHiddenStates:
         index = StoreIndex.load(self.folder)
         self.meta = index.meta
         self.total_bytes = sum(record.bytes for record in index.shards)
-        self._shards = [ShardFile(self.folder / record.file, record, index.meta) for record in index.shards]
+        self.shards = [ShardFile(self.folder / record.file, record, index.meta) for record in index.shards]
         documents = sorted(
-            itertools.chain.from_iterable(shard.documents(number) for number, shard in enumerate(self._shards))
+            itertools.chain.from_iterable(shard.documents(number) for number, shard in enumerate(self.shards))
         )
         self.keys = [d.key for d in documents]
         self.splits = [d.split for d in documents]
@@ -378,8 +369,12 @@ class StoredHiddenStates:
         """Read all shards and compare their SHA-256. ``on_bytes`` gets the number of bytes read since its last call, of
         ``total_bytes``.
         """
-        for shard in self._shards:
+        for shard in self.shards:
             shard.verify(on_bytes)
+
+    def shards_of(self, documents: Iterable[int]) -> list[ShardFile]:
+        """The shards that these documents lie in, by number."""
+        return [self.shards[number] for number in sorted({int(self._places[index][0]) for index in documents})]
 
     def indices(self, split: str) -> list[int]:
         """Numbers of the documents of one split."""
@@ -394,4 +389,4 @@ class StoredHiddenStates:
         shard, start = self._places[index].tolist()
         length, count = int(self.lengths[index]), int(self.loss_counts[index])
         document = StoredDocument(self.keys[index], self.splits[index], shard, start, length, count)
-        return self._shards[shard].states(document)
+        return self.shards[shard].states(document)

@@ -78,8 +78,10 @@ class ShardBuffer:
 
 
 def write_shard(path: Path, tensors: dict[str, Tensor], metadata: Mapping[str, str]) -> str:
-    """Write a shard; ``path`` appears when it is whole and on disk. Returns the file's SHA-256."""
-    with replacing(path) as partial:
+    """Write a shard; ``path`` appears when it is whole and on disk. Returns the file's SHA-256. Raises RunError if it
+    cannot be written.
+    """
+    with replacing(path, "hidden states", sum(tensor.nbytes for tensor in tensors.values())) as partial:
         save_file(tensors, partial, dict(metadata))
         return file_digest(partial)
 

@@ -9,29 +9,33 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 
 import torch
 from torch import Tensor
 
+from spectrain.console import say
 from spectrain.data.hidden_states import (
     INDEX_NAME,
     ShardRecord,
-    StoredHiddenStates,
     StoreIndex,
     StoreMeta,
     TargetStates,
 )
 from spectrain.data.hidden_states_shard import ShardBuffer
-from spectrain.errors import RunError
+from spectrain.data.shard_damage import readable_shards, take_out
+from spectrain.errors import RunError, SpectrainError
 from spectrain.files import file_digest, remove_partials, write_atomically
 
 
 class HiddenStatesWriter:
     """Adds documents to a store, new or begun. Use as a context manager, or call ``close``.
 
-    Raises ``InputError`` if the folder holds hidden states of something else (naming the field that differs).
+    Shards that cannot be read are taken out of a begun store: their documents count as missing, those of others remain.
+    Raises ``InputError`` if the folder holds hidden states of something else (naming the field that differs),
+    ``RunError`` if it cannot be written.
     """
 
     def __init__(self, folder: str | Path, meta: StoreMeta, shard_bytes: int = 1 << 30) -> None:
@@ -43,11 +47,14 @@ class HiddenStatesWriter:
         self._known: set[str] = set()  # and those gathered for the next one
         self.folder.mkdir(parents=True, exist_ok=True)
         if (self.folder / INDEX_NAME).exists():
-            index = StoreIndex.load(self.folder)
-            index.meta.check(dataclasses.asdict(meta), self.folder)
-            self._shards = list(index.shards)
-            self._done = set(StoredHiddenStates(self.folder).keys)
-            self._known = set(self._done)
+            StoreIndex.load(self.folder).meta.check(dataclasses.asdict(meta), self.folder)
+            shards, keys, broken = readable_shards(self.folder)
+            for problem in broken.values():
+                say(f"capture: {problem}")
+            if broken:
+                take_out(self.folder, broken)
+            self._shards = [shard.record for shard in shards]
+            self._done, self._known = set(keys), set(keys)
         self._remove_leftovers()
 
     def done_keys(self) -> set[str]:
@@ -120,10 +127,12 @@ class HiddenStatesWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()  # after an error too: the documents gathered so far are whole
+        with nullcontext() if error is None else suppress(SpectrainError):  # the first error is the one to tell
+            self.close()  # after an error too: the documents gathered so far are whole
 
     def _next_shard(self) -> Path:
-        return self.folder / f"shard-{len(self._shards):05d}.safetensors"
+        numbers = [int(record.file.removeprefix("shard-").partition(".")[0]) for record in self._shards]
+        return self.folder / f"shard-{max(numbers, default=-1) + 1:05d}.safetensors"
 
     def _list(self, path: Path, keys: Sequence[str], tokens: int, sha256: str) -> None:
         """Name a finished shard in the index."""
@@ -132,7 +141,8 @@ class HiddenStatesWriter:
         self._done.update(keys)
 
     def _write_index(self) -> None:
-        write_atomically(self.folder / INDEX_NAME, StoreIndex(self.meta, tuple(self._shards)).to_json())
+        index = StoreIndex(self.meta, tuple(self._shards))
+        write_atomically(self.folder / INDEX_NAME, index.to_json(), "the index of the hidden states")
 
     def _remove_leftovers(self) -> None:
         remove_partials(self.folder)

@@ -239,9 +239,7 @@ def _read(path: Path, columns: list[str] | None = None) -> pa.Table:
                 )
             return file.read(columns=columns)
     except (pa.ArrowException, OSError) as error:
-        raise InputError(
-            f"{path} cannot be read as responses ({str(error).splitlines()[0]}): {_REMOVE_IT}"
-        ) from error
+        raise InputError(f"{path} cannot be read as responses ({str(error).splitlines()[0]}): {_REMOVE_IT}") from error
 
 
 def _verify(path: Path) -> None:

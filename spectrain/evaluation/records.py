@@ -22,7 +22,7 @@ from spectrain.config.schema import DRAFT_POLICIES
 from spectrain.decoding.acceptance import AcceptanceStats, Round, acceptance, bootstrap_ratio_interval
 from spectrain.errors import InputError, RunError
 from spectrain.evaluation.reliability import ConfidenceStats
-from spectrain.files import finite_or_none, write_atomically
+from spectrain.files import check_digest, finite_or_none, with_digest, without_digest, write_atomically
 
 Interval = tuple[float, float]
 STAGE_PREFIX = "eval/"  # of the manifest's entries of measurements
@@ -133,9 +133,9 @@ class EvaluationRecord(Conditions):
     def write(self, folder: str | Path) -> Path:
         """Writes ``file_name()`` in ``folder``, in one move, and returns its path."""
         path = Path(folder) / self.file_name()
-        write_atomically(
-            path, json.dumps(dataclasses.asdict(self), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-        )
+        content = with_digest(dataclasses.asdict(self))
+        text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+        write_atomically(path, text, "an evaluation record")
         return path
 
 
@@ -278,7 +278,7 @@ def _tokens_per_s(conditions: Conditions, results: Sequence[PromptResult]) -> fl
 
 
 def read_record(path: str | Path) -> EvaluationRecord:
-    """The record in a file. Raises InputError that names the file and what is wrong with it."""
+    """The record in a file. Raises InputError that names the file and what is wrong with it, or that it was changed."""
     path = Path(path)
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -290,6 +290,7 @@ def read_record(path: str | Path) -> EvaluationRecord:
         ) from None
     if not isinstance(values, dict):
         raise InputError(f"{path} is not an evaluation record: it holds no JSON object.")
+    digested, values = values, without_digest(values)
     hints = typing.get_type_hints(EvaluationRecord)
     required = {f.name for f in dataclasses.fields(EvaluationRecord) if f.default is dataclasses.MISSING}
     problems = [f"unknown field {name}" for name in values if name not in hints]
@@ -303,6 +304,7 @@ def read_record(path: str | Path) -> EvaluationRecord:
         raise InputError(
             f"{path} is not an evaluation record of this version ({problems[0]}): run `spectrain eval` again."
         )
+    check_digest(digested, path, "delete it and run `spectrain eval` again")
     fields = {name: _frozen(value) for name, value in values.items()}
     if fields.get("confidence") is not None:
         fields["confidence"] = ConfidenceStats(**fields["confidence"])

@@ -26,7 +26,7 @@ from spectrain.drafters.drafter import Drafter
 from spectrain.drafters.drafter_folder import load_drafter
 from spectrain.drafters.serving_config import drafter_digest
 from spectrain.errors import InputError
-from spectrain.evaluation.records import Conditions, PromptResult
+from spectrain.evaluation.records import Conditions, EvaluationRecord, PromptResult
 from spectrain.evaluation.suites import HELDOUT, load_suite
 from spectrain.files import digest_strings
 from spectrain.stages import capture
@@ -66,6 +66,15 @@ class Method:
     name: str
     is_drafter: bool = False
     policy: str = FIXED
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What an evaluation made: the records of all its methods, and of the drafter's first one the answers."""
+
+    records: list[EvaluationRecord]
+    record: EvaluationRecord
+    answers: list[Answer]
 
 
 def conditions(context: Context, method: Method, size: int, engine_version: str) -> Conditions:
@@ -124,17 +133,14 @@ def simulate_same_prompts(
         context
     ) != config.sampling.max_new_tokens:
         return None
-    store = capture.open_store(context, drafter.taps)
-    if store is None:
-        return None
-    number = {key: index for index, key in enumerate(store.keys)}
     keys = [
         response_key(conversation, context.sampling, context.target.id, context.target.revision)
         for conversation in conversations
     ]
-    if any(key not in number for key in keys):
+    found = capture.open_store(context, drafter.taps, keys)
+    if found is None:
         return None
-    documents = [number[key] for key in keys]
+    store, documents = found
     return simulate_heldout(
         drafter, store, documents, config.decoding, context.eos_ids, config.trainer.packed_length
     ).stats

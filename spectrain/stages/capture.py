@@ -4,13 +4,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
 
 from spectrain.console import ProgressBar, say
-from spectrain.data.hidden_states import INDEX_NAME, StoredHiddenStates, bytes_per_token
+from spectrain.data.hidden_states import StoredHiddenStates, bytes_per_token
 from spectrain.data.hidden_states_writer import HiddenStatesWriter
 from spectrain.data.responses import Response, ResponseStore
-from spectrain.errors import InputError
+from spectrain.data.shard_damage import damaged_shards, stored_keys, take_out, unverified
+from spectrain.errors import InputError, RunError
 from spectrain.files import digest_strings
 from spectrain.stages.context import Context
 from spectrain.stages.generate import generate
@@ -19,11 +22,12 @@ from spectrain.stages.run_dir import Decision, Inputs
 
 def decide(context: Context) -> Decision:
     """Whether there is anything to capture."""
-    folder = context.data_dir.hidden_states
-    stored = set(StoredHiddenStates(folder).keys) if (folder / INDEX_NAME).is_file() else set()
-    return context.data_dir.decide(
-        "capture", Inputs(fixed_inputs(context), growing_inputs(context)), whole=context.splits.keys() <= stored
-    )
+
+    def lacking() -> str:
+        stored = stored_keys(context.data_dir.hidden_states)
+        return "" if context.splits.keys() <= stored else "outputs are missing"
+
+    return context.data_dir.decide("capture", Inputs(fixed_inputs(context), growing_inputs(context)), lacking)
 
 
 def fixed_inputs(context: Context) -> dict[str, object]:
@@ -77,6 +81,47 @@ def _capture(context: Context, writer: HiddenStatesWriter, todo: list[Response],
             bar.advance(len(states.input_ids))
 
 
+def verify(context: Context) -> None:
+    """Compare the shards of this run's documents with their checksums, those that have changed since it was last done.
+    What is damaged is taken out of the store, and its documents, no others, are captured again.
+
+    Raises InputError where that is for another process to do, as the store is that of a sweep.
+    """
+    if not _take_out_damaged(context):
+        return
+    if not context.data_dir.writable:
+        raise InputError(
+            f"damaged hidden states were taken out of {context.data_dir.hidden_states}: the same command captures them "
+            f"again"
+        )
+    capture(context)
+    if _take_out_damaged(context):
+        raise RunError(f"{context.data_dir.hidden_states} does not keep what is written to it: use another disk")
+
+
+def _take_out_damaged(context: Context) -> bool:
+    run_dir, folder = context.data_dir, context.data_dir.hidden_states
+    store, train, heldout = documents(context)
+    damaged = _damaged(folder, store, [*train, *heldout])
+    if not damaged:
+        return False
+    with nullcontext() if run_dir.writable else run_dir.locked():
+        take_out(folder, damaged)
+    return True
+
+
+def _damaged(folder: Path, store: StoredHiddenStates, documents: Sequence[int]) -> dict[str, str]:
+    """The damaged ones of the shards that these documents lie in, each of which the user hears of."""
+    unknown = unverified(folder, store.shards_of(documents))
+    if not unknown:
+        return {}
+    with ProgressBar("verify", total=sum(shard.record.bytes for shard in unknown), unit="bytes") as bar:
+        damaged = damaged_shards(folder, unknown, bar.advance)
+    for problem in damaged.values():
+        say(problem)
+    return damaged
+
+
 def documents(context: Context) -> tuple[StoredHiddenStates, list[int], list[int]]:
     """The store and the numbers of its training and held-out documents that this run asks for, in the order of the
     prompt files.
@@ -89,14 +134,29 @@ def documents(context: Context) -> tuple[StoredHiddenStates, list[int], list[int
     return store, list(_numbers(context, number, "train")), list(_numbers(context, number, "heldout"))
 
 
-def open_store(context: Context, taps: tuple[int, ...]) -> StoredHiddenStates | None:
-    """The stored hidden states, if they are this target's and hold these taps."""
+def open_store(
+    context: Context, taps: tuple[int, ...], keys: Sequence[str]
+) -> tuple[StoredHiddenStates, list[int]] | None:
+    """The stored hidden states and the numbers of the documents ``keys``, if they are this target's, hold these taps
+    and all these documents, and are not damaged.
+    """
+    folder = context.data_dir.hidden_states
     try:
-        store = StoredHiddenStates(context.data_dir.hidden_states)
+        store = StoredHiddenStates(folder)
+    except InputError as error:
+        say(str(error))
+        return None
+    try:
         store.check(_identity(context, taps))
     except InputError:
         return None
-    return store
+    number = {key: index for index, key in enumerate(store.keys)}
+    if any(key not in number for key in keys):
+        return None
+    found = [number[key] for key in keys]
+    if context.config.hidden_states.verify_checksums and _damaged(folder, store, found):
+        return None
+    return store, found
 
 
 def _identity(context: Context, taps: tuple[int, ...]) -> dict[str, object]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import shutil
 import tempfile
 from collections.abc import Set
 from pathlib import Path
@@ -20,6 +19,7 @@ from spectrain.config.commands import Command
 from spectrain.config.folders import prompt_roots
 from spectrain.config.schema import SpectrainConfig
 from spectrain.errors import ConfigError, InputError
+from spectrain.files import bytes_text, free_bytes, mount_point
 from spectrain.stages.drafter_checks import (
     check_attention,
     check_confidence,
@@ -33,7 +33,7 @@ from spectrain.stages.drafter_checks import (
 from spectrain.stages.run_dir import RunDir
 
 if TYPE_CHECKING:
-    from spectrain.data.prompts import PromptSplit
+    from spectrain.data.prompts import Conversation, PromptSplit
     from spectrain.stages.context import Context
     from spectrain.target.resolve import TargetSource
     from spectrain.target.spec import TargetSpec
@@ -291,18 +291,36 @@ def _hub_spec(config: SpectrainConfig, source: TargetSource) -> TargetSpec | Non
 
 
 def check_disk(context: Context) -> None:
-    """There is room for the hidden states. The estimate is an upper bound (answers may be short), so only twice too
-    much is refused.
+    """There is room for the hidden states that are still to be captured. The estimate is an upper bound (answers may be
+    short), so only twice too much is refused.
     """
-    from spectrain.stages.plan import estimate
+    from spectrain.stages.plan import states_bytes
 
+    missing, replaced = _to_capture(context)
     folder = context.data_dir.path
-    while not folder.exists():
-        folder = folder.resolve().parent
-    present = sum(file.stat().st_size for file in context.data_dir.hidden_states.glob("*.safetensors"))
-    needed, free = estimate(context).states_bytes - present, shutil.disk_usage(folder).free
+    needed, free = states_bytes(context, missing), free_bytes(folder) + replaced
     if needed > 2 * free:
         raise ConfigError(
-            f"the hidden states need up to {needed / 1e9:,.1f} GB, {folder} has {free / 1e9:,.1f} GB free: "
-            "use hidden_states.dtype=int8, fewer prompts (data.max_train), or another run.dir"
+            f"the hidden states of {len(missing):,} documents need up to {bytes_text(needed)}, the disk mounted on "
+            f"{mount_point(folder)} has {bytes_text(free)} free for run.dir={folder}: use hidden_states.dtype=int8, "
+            f"fewer prompts (data.max_train), or another run.dir"
         )
+
+
+def _to_capture(context: Context) -> tuple[list[Conversation], int]:
+    """Conversations that have no hidden states yet, and the bytes of those that will be removed before."""
+    from spectrain.data.hidden_states import INDEX_NAME
+    from spectrain.data.shard_damage import stored_keys
+    from spectrain.stages import capture
+
+    asked = [*context.prompts.train, *context.prompts.heldout]
+    folder = context.data_dir.hidden_states
+    if context.source.folder is None or not (folder / INDEX_NAME).is_file():
+        return asked, 0
+    decision = capture.decide(context)
+    if decision.skip:
+        return [], 0
+    if decision.action == "restart":
+        return asked, sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    stored = stored_keys(folder)
+    return [conversation for conversation, key in zip(asked, context.splits, strict=True) if key not in stored], 0

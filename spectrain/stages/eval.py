@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,19 +36,21 @@ from spectrain.decoding.scheduler import (
     measure_step_cost,
 )
 from spectrain.drafters.drafter import Drafter
-from spectrain.errors import RunError
+from spectrain.errors import InputError, RunError
 from spectrain.evaluation.records import (
     STAGE_PREFIX,
     EvaluationRecord,
     PromptResult,
     build_record,
     measurement_name,
+    read_record,
     read_records,
 )
 from spectrain.evaluation.reliability import confidence_stats
 from spectrain.evaluation.report.tables import evaluation_table
-from spectrain.files import digest_strings, write_atomically
+from spectrain.files import digest_strings, with_digest, write_atomically
 from spectrain.stages.answer_suite import (
+    Measurement,
     Method,
     answer_all,
     answer_limit,
@@ -98,8 +101,39 @@ def decide(context: Context) -> Decision:
         decoding.draft_policy,
         decoding.threshold if decoding.draft_policy == THRESHOLD else None,
     )
-    record = context.run_dir.path / context.run_dir.outputs(name).get("record", "")
-    return context.run_dir.decide(name, Inputs(fixed, {}), whole=record.is_file() and context.run_dir.report.is_file())
+    return context.run_dir.decide(name, Inputs(fixed, {}), partial(_lacking, context, name))
+
+
+def _lacking(context: Context, name: str) -> str:
+    """What is missing or damaged of a measurement that was made."""
+    files = [context.run_dir.report, *_written(context, name)]
+    if not all(file.is_file() for file in files):
+        return "outputs are missing"
+    try:
+        for file in files[1:]:
+            read_record(file)
+    except InputError as error:
+        return f"its records are damaged ({error})"
+    return ""
+
+
+def _written(context: Context, name: str) -> list[Path]:
+    """The records of a measurement that was made."""
+    outputs = context.run_dir.outputs(name)
+    return [context.run_dir.path / file for file in outputs.get("records") or [outputs.get("record", "")]]
+
+
+def _check_records(context: Context, name: str) -> None:
+    """Records that cannot be read would spoil the report when all work is done: this measurement's are removed, as they
+    are made anew; one of another is an error.
+    """
+    for path in sorted(context.run_dir.eval.glob("*.json")):
+        try:
+            read_record(path)
+        except InputError:
+            if path not in _written(context, name):
+                raise
+            path.unlink()
 
 
 def _policy_inputs(config: SpectrainConfig) -> dict[str, Any]:
@@ -123,14 +157,17 @@ def evaluate(context: Context) -> float | None:
         return run_dir.outputs(decision.name).get("acceptance_length")
     for conversation in suite_prompts(context):  # raises for a prompt without room for an answer
         answer_limit(context, conversation, context.template.first_prompt_ids(conversation))
+    _check_records(context, decision.name)
     with run_dir.running(decision) as outputs:
-        record, answers = _measure(context) if context.config.engine.name == "hf" else measure_with_vllm(context)
+        measured = _measure(context) if context.config.engine.name == "hf" else measure_with_vllm(context)
+        record = measured.record
         outputs |= {
             "acceptance_length": record.acceptance_length,
             "record": f"{run_dir.eval.name}/{record.file_name()}",
+            "records": [f"{run_dir.eval.name}/{made.file_name()}" for made in measured.records],
         }
     records = read_records(run_dir.eval)
-    write_run_report(context, records, answers)
+    write_run_report(context, records, measured.answers)
     stdout.print(evaluation_table(records))
     if record.output_identical is False:
         say(
@@ -144,14 +181,15 @@ def evaluate(context: Context) -> float | None:
 # --- measuring -----------------------------------------------------------------------------------------------------
 
 
-def _measure(context: Context) -> tuple[EvaluationRecord, list[Answer]]:
-    """Run every method, write its record; returns the drafter's record and its answers."""
+def _measure(context: Context) -> Measurement:
+    """Run every method, and write its record."""
     config = context.config
     conversations = suite_prompts(context)
     drafter = load_measured_drafter(context, context.model.device)
     speed_up(drafter)
     version = f"transformers {metadata.version('transformers')}"
     simulated = simulate_same_prompts(context, conversations, drafter)
+    records: list[EvaluationRecord] = []
     shown: tuple[EvaluationRecord, list[Answer]] | None = None
     for size in config.batch_sizes:
         baseline: list[PromptResult] | None = None
@@ -176,13 +214,14 @@ def _measure(context: Context) -> tuple[EvaluationRecord, list[Answer]]:
                 ),
             )
             record.write(context.run_dir.eval)
+            records.append(record)
             if method.name == "none":
                 baseline = results
             if method.is_drafter:
                 shown = shown or (record, answers)
     if shown is None:
         raise RunError("nothing was measured")
-    return shown
+    return Measurement(records, *shown)
 
 
 def _methods(context: Context, drafter: Drafter, size: int) -> list[_LoopMethod]:
@@ -198,9 +237,8 @@ def _methods(context: Context, drafter: Drafter, size: int) -> list[_LoopMethod]
             context.model, drafter, size, config.decoding.num_speculative_tokens, config.decoding.seed
         )
         steps = {"concurrency": size, "context_tokens": CONTEXT_TOKENS, **asdict(cost)}
-        write_atomically(
-            context.run_dir.step_costs / f"{config.suite.name}-c{size}.json", json.dumps(steps, indent=2) + "\n"
-        )
+        text = json.dumps(with_digest(steps), indent=2) + "\n"
+        write_atomically(context.run_dir.step_costs / f"{config.suite.name}-c{size}.json", text)
     return methods + [
         _LoopMethod(drafter.method, True, name, drafter, build_policy(name, config.decoding, cost)) for name in policies
     ]

@@ -26,6 +26,7 @@ from spectrain.engines.vllm.requests import Request, VLLMClient, completions_in_
 from spectrain.errors import RunError
 from spectrain.evaluation.records import EvaluationRecord, PromptResult, build_record
 from spectrain.stages.answer_suite import (
+    Measurement,
     Method,
     answer_all,
     conditions,
@@ -52,11 +53,12 @@ def engine_version(context: Context) -> str:
     return f"vllm {_running_version(urls[0]) if urls else vllm_version()}"
 
 
-def measure_with_vllm(context: Context) -> tuple[EvaluationRecord, list[Answer]]:
-    """Run every method, write its records; returns the drafter's first record and its answers."""
+def measure_with_vllm(context: Context) -> Measurement:
+    """Run every method, and write its records."""
     conversations = suite_prompts(context)
     predicted = _simulated(context, conversations)
     version = engine_version(context)
+    records: list[EvaluationRecord] = []
     shown: tuple[EvaluationRecord, list[Answer]] | None = None
     baselines: dict[int, list[PromptResult]] = {}
     for method in _methods(context):
@@ -78,6 +80,7 @@ def measure_with_vllm(context: Context) -> tuple[EvaluationRecord, list[Answer]]
                     conditions(context, method, size, version), results, baselines.get(size), simulated
                 )
                 record.write(context.run_dir.eval)
+                records.append(record)
                 if method.name == "none":
                     baselines[size] = results
                 elif method.is_drafter and shown is None:
@@ -86,7 +89,7 @@ def measure_with_vllm(context: Context) -> tuple[EvaluationRecord, list[Answer]]
             client.close()
     if shown is None:
         raise RunError("nothing was measured")
-    return shown
+    return Measurement(records, *shown)
 
 
 def _servers(engine: EngineConfig) -> int:

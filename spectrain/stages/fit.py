@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 
 from spectrain.config.overrides import flatten
 from spectrain.console import ProgressBar, say
-from spectrain.data.hidden_states import HiddenStateSource, StoredHiddenStates, TargetStates
+from spectrain.data.hidden_states import HiddenStateSource, TargetStates
 from spectrain.data.packing import PackedBatch, pack_batch, pack_rows, truncated_tokens
 from spectrain.data.vocab import DraftVocab, build_vocab
 from spectrain.drafters.drafter import Drafter
@@ -41,8 +40,14 @@ _NO_INPUTS = {
 
 def decide(context: Context) -> Decision:
     """Whether the drafter has to be trained."""
-    whole = all((context.run_dir.drafter / file).is_file() for file in (CONFIG, WEIGHTS))
-    return context.run_dir.decide("fit", Inputs(_inputs(context), {}), whole)
+    return context.run_dir.decide("fit", Inputs(_inputs(context), {}), partial(_lacking, context))
+
+
+def _lacking(context: Context) -> str:
+    """What is missing or damaged of a drafter that was trained."""
+    folder = context.run_dir.drafter
+    whole = all((folder / file).is_file() for file in (CONFIG, WEIGHTS))
+    return "" if whole else "outputs are missing"
 
 
 def _inputs(context: Context) -> dict[str, Any]:
@@ -69,9 +74,9 @@ def fit(context: Context) -> float | None:
     if decision.skip:
         say(str(decision))
         return context.run_dir.outputs("fit").get("simulated_acceptance_length")
-    store, train, heldout = capture.documents(context)
     if context.config.hidden_states.verify_checksums:
-        _verify(store)  # before an older drafter is removed
+        capture.verify(context)  # before an older drafter is removed
+    store, train, heldout = capture.documents(context)
     with context.run_dir.running(decision) as outputs:
         outputs |= _train(context, store, train, heldout)
     best, length = f"step {outputs['step']} of {outputs['steps']}", outputs["simulated_acceptance_length"]
@@ -171,11 +176,6 @@ def _teaches(document: TargetStates, packed_length: int) -> bool:
     return bool((mask_S[:-1] & mask_S[1:]).any())
 
 
-def _verify(store: StoredHiddenStates) -> None:
-    with ProgressBar("verify", total=store.total_bytes, unit="bytes") as bar:
-        store.verify_checksums(bar.advance)
-
-
 def _tokens(store: HiddenStateSource, numbers: list[int]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     for number in numbers:
         states = store[number]
@@ -207,8 +207,3 @@ def _coverage(store: HiddenStateSource, numbers: list[int], vocab: DraftVocab) -
         generated = input_ids[loss_mask.astype(bool)]
         hits, total = hits + int(kept[generated].sum()), total + len(generated)
     return hits / total if total else 1.0
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Lines of ``metrics.jsonl``; none if there is no such file."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []

@@ -32,10 +32,12 @@ def decide(context: Context) -> Decision:
         "held-out prompts": _named(prompts.heldout),
         **{f"sampling.{name}": value for name, value in sampling.items()},
     }
-    stored = ResponseStore(context.data_dir.responses).keys()
-    return context.data_dir.decide(
-        "generate", Inputs(context.target_inputs(), growing), whole=context.splits.keys() <= stored
-    )
+
+    def lacking() -> str:
+        stored = ResponseStore(context.data_dir.responses).keys()
+        return "" if context.splits.keys() <= stored else "outputs are missing"
+
+    return context.data_dir.decide("generate", Inputs(context.target_inputs(), growing), lacking)
 
 
 def generate(context: Context) -> None:

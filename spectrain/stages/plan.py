@@ -7,9 +7,8 @@ so, which is what one needs to decide between an afternoon and a week.
 
 from __future__ import annotations
 
-import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,6 +19,7 @@ from spectrain.config.schema import EngineConfig
 from spectrain.console import say, stdout
 from spectrain.data.hidden_states import StoreMeta, bytes_per_token
 from spectrain.data.prompts import Conversation
+from spectrain.files import bytes_text, free_bytes
 from spectrain.stages.context import Context
 from spectrain.stages.run_dir import Decision
 from spectrain.target.spec import TargetSpec
@@ -55,7 +55,7 @@ def estimate(context: Context) -> Estimate:
     config, spec = context.config, context.spec
     conversations = [*context.prompts.train, *context.prompts.heldout]
     lengths = [_tokens(conversation, config.sampling.max_new_tokens) for conversation in conversations]
-    tokens = sum(min(prompt + answer, config.target.max_length) for prompt, answer in lengths)
+    tokens = most_tokens(context, conversations)
     matrices = _matrices(context)
     drafter = sum(matrices.values())
     generated = sum(answer for _, answer in lengths)
@@ -66,12 +66,23 @@ def estimate(context: Context) -> Estimate:
         documents=len(conversations),
         tokens=tokens,
         generated_tokens=generated,
-        states_bytes=tokens * bytes_per_token(_meta(context)),
+        states_bytes=states_bytes(context, conversations),
         target_bytes=target_parameters(spec) * _DTYPE_BYTES.get(context.dtype_name, 4),
         drafter_parameters=drafter,
         train_bytes=16 * drafter + int(_activation_bytes(context, cost)) + head_bytes,
         training_cost=cost,
     )
+
+
+def most_tokens(context: Context, conversations: Iterable[Conversation]) -> int:
+    """That these conversations have with their answers, at most."""
+    lengths = (_tokens(conversation, context.config.sampling.max_new_tokens) for conversation in conversations)
+    return sum(min(prompt + answer, context.config.target.max_length) for prompt, answer in lengths)
+
+
+def states_bytes(context: Context, conversations: Iterable[Conversation]) -> int:
+    """That their hidden states take, at most."""
+    return most_tokens(context, conversations) * bytes_per_token(_meta(context))
 
 
 def _activation_bytes(context: Context, cost: TrainingCost) -> float:
@@ -297,20 +308,21 @@ def _cost_lines(context: Context, skipped: set[str]) -> list[tuple[str, str]]:
     numbers = estimate(context)
     every = stage_seconds(context, numbers, measure_speed(context))
     seconds = {name: value for name, value in every.items() if name in context.command.stages and name not in skipped}
-    folder = context.data_dir.path
-    while not folder.exists():
-        folder = folder.resolve().parent
-    free = shutil.disk_usage(folder).free
+    free = free_bytes(context.data_dir.path)
     short = numbers.states_bytes > free and "capture" not in skipped
     return [
         ("tokens", f"at most {numbers.tokens:,}, of which {numbers.generated_tokens:,} generated"),
-        ("disk", f"{_gb(numbers.states_bytes)} of hidden states at most ({context.states_dtype}), {_gb(free)} free"),
+        (
+            "disk",
+            f"{bytes_text(numbers.states_bytes)} of hidden states at most ({context.states_dtype}), "
+            f"{bytes_text(free)} free",
+        ),
         *(
             [("", "MORE THAN IS FREE: hidden_states.dtype=int8, data.max_train or sampling.max_new_tokens lower it")]
             if short
             else []
         ),
-        ("memory", f"target {_gb(numbers.target_bytes)}, training {_gb(numbers.train_bytes)}"),
+        ("memory", f"target {bytes_text(numbers.target_bytes)}, training {bytes_text(numbers.train_bytes)}"),
         ("drafter", f"{numbers.drafter_parameters / 1e6:,.1f} M trained parameters"),
         (
             "time",
@@ -318,10 +330,6 @@ def _cost_lines(context: Context, skipped: set[str]) -> list[tuple[str, str]]:
             + f"; about {_duration(sum(seconds.values()))} in all",
         ),
     ]
-
-
-def _gb(size: float) -> str:
-    return f"{size / 1e9:,.2f} GB"
 
 
 def _duration(seconds: float) -> str:

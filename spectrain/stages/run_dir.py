@@ -8,8 +8,8 @@ change, what is there is kept and the rest is added.
 
 Every write is atomic (a temporary file beside the target, fsync, rename), so a process that is killed leaves an older
 whole file, never half a file; and a folder is renamed before it is removed, so that nobody finds half of one. Outputs
-are looked at only where the manifest says that they are done: what was being made or removed may be anything. A lock that the operating system releases with the process keeps two processes out of one
-directory.
+are looked at only where the manifest says that they are done: what was being made or removed may be anything. A lock
+that the operating system releases with the process keeps two processes out of one directory.
 """
 
 from __future__ import annotations
@@ -43,8 +43,11 @@ _STATUSES = ("running", "removing", "done")
 _NUMBER = (int, float, NoneType)
 _FIELDS = {"schema_version": int, "target": (dict, NoneType), "stages": dict}
 _OUTPUTS = {
-    **{"generated_tokens?": int, "cut_off?": int, "tokens?": int, "bytes?": int, "weights?": str},
-    **{"simulated_acceptance_length?": _NUMBER, "acceptance_length?": _NUMBER, "record?": str, "records?": list},
+    **dict.fromkeys(("generated_tokens?", "cut_off?", "tokens?", "bytes?"), int),
+    **dict.fromkeys(("simulated_acceptance_length?", "acceptance_length?"), _NUMBER),
+    "record?": str,
+    "records?": list,
+    "weights?": str,
     "parity?": {"drafter": str, "passed": bool},
 }
 _INPUTS = {"fixed": dict, "growing": dict}
@@ -114,6 +117,7 @@ class RunDir:
         self.path = Path(path).expanduser()
         self._locked = False
 
+    writable = property(lambda self: self._locked)
     config = property(lambda self: self.path / "config.yaml")
     responses = property(lambda self: self.path / "responses")
     hidden_states = property(lambda self: self.path / "hidden_states")
@@ -294,12 +298,18 @@ class RunDir:
                 os.ftruncate(descriptor, 0)
                 os.write(descriptor, f"{os.getpid()}\n".encode())
             self._locked = True
-            for output in (output for stage in STAGES for output in stage.outputs):
-                recover_folder(self.path / output)
+            self._remove_leftovers()
             yield
         finally:
             self._locked = False
             os.close(descriptor)
+
+    def _remove_leftovers(self) -> None:
+        """Of processes that were killed while they wrote or removed."""
+        for partial in self.path.glob(".*.partial"):
+            partial.unlink(missing_ok=True)
+        for output in (output for stage in STAGES for output in stage.outputs):
+            recover_folder(self.path / output)
 
 
 def versions() -> dict[str, str]:

@@ -12,6 +12,7 @@ from datetime import datetime
 from itertools import groupby
 from typing import Any
 
+from spectrain.console import say
 from spectrain.data.prompts import Conversation
 from spectrain.decoding.loop import GenerationResult
 from spectrain.decoding.scheduler import StepCost
@@ -19,10 +20,11 @@ from spectrain.drafters.drafter_folder import WEIGHTS, weights_digest
 from spectrain.drafters.foreign_checkpoints import standard_config
 from spectrain.drafters.registry import find_method
 from spectrain.drafters.serving_config import read_serving_config
+from spectrain.errors import InputError
 from spectrain.evaluation.records import EvaluationRecord, PromptResult
 from spectrain.evaluation.report.html import ExampleText, Fact, ReportInputs, ServeCommand, write_report
+from spectrain.files import check_digest, read_json_lines
 from spectrain.stages.context import Context, config_yaml
-from spectrain.stages.fit import read_metrics
 from spectrain.stages.run_dir import versions
 from spectrain.target.model import choose_device
 
@@ -69,7 +71,7 @@ def write_run_report(context: Context, records: Sequence[EvaluationRecord], answ
             created=datetime.now().astimezone().isoformat(sep=" ", timespec="minutes"),
             records=ordered,
             step_costs=_step_costs(context),
-            training=read_metrics(context.run_dir.metrics) if own else (),
+            training=read_json_lines(context.run_dir.metrics) if own else (),
             examples=[_example(context, answer) for answer in answers[:_EXAMPLES]],
             drafter_facts=_drafter_facts(context),
             data_facts=_data_facts(context),
@@ -140,7 +142,7 @@ def _data_facts(context: Context) -> list[Fact]:
         facts.append(
             ("prompts", f"{len(context.prompts.train):,} training, {len(context.prompts.heldout):,} held out, disjoint")
         )
-    if generated:
+    if "generated_tokens" in generated and "cut_off" in generated:
         facts.append(
             (
                 "responses",
@@ -148,7 +150,7 @@ def _data_facts(context: Context) -> list[Fact]:
                 f"limit",
             )
         )
-    if captured:
+    if "tokens" in captured and "bytes" in captured:
         facts.append(("hidden states", f"{captured['tokens']:,} tokens, {captured['bytes'] / 1e6:,.0f} MB"))
     return facts
 
@@ -159,9 +161,14 @@ def _step_costs(context: Context) -> list[tuple[str, list[tuple[int, float]]]]:
     """
     found = []
     for path in sorted(context.run_dir.step_costs.glob("*.json")):
-        written = json.loads(path.read_text(encoding="utf-8"))
-        rows = written["concurrency"]
-        cost = StepCost(tuple(map(tuple, written["verify"])), tuple(map(tuple, written["draft"])))
+        try:
+            written = json.loads(path.read_text(encoding="utf-8"))
+            check_digest(written, path, "measure again")
+            rows = written["concurrency"]
+            cost = StepCost(tuple(map(tuple, written["verify"])), tuple(map(tuple, written["draft"])))
+        except (ValueError, KeyError, TypeError, InputError):
+            say(f"note: {path} is damaged and left out of the report")
+            continue
         found.append(
             (
                 f"{rows} at a time",

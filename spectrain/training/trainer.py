@@ -30,9 +30,9 @@ from spectrain.decoding.confidence import Calibration, error_per_position
 from spectrain.drafters.drafter import Drafter
 from spectrain.drafters.drafter_folder import save_drafter
 from spectrain.errors import RunError
-from spectrain.files import plain, write_atomically
+from spectrain.files import append_line, plain, read_json_lines, write_atomically
 from spectrain.training.calibrate import calibrate_folder
-from spectrain.training.checkpointing import load_checkpoint, save_checkpoint
+from spectrain.training.checkpointing import load_checkpoint, prune_checkpoints, save_checkpoint
 from spectrain.training.optim import build_optimizers, lr_factor, set_learning_rates
 from spectrain.training.sampler import StepSampler
 from spectrain.training.simulated_acceptance import SimulatedAcceptance, simulate_heldout
@@ -294,6 +294,8 @@ class Trainer:
             self.last_loss = state["last_loss"]
             say(f"fit: resuming after step {step} of {self.sampler.total_steps}")
         if self.accelerator.is_main_process:
+            # Of a kill while older ones were removed there may be one too many.
+            prune_checkpoints(self.paths.checkpoints, step, self.config.trainer.keep_checkpoints)
             _keep_metrics_up_to(self.paths.metrics, -1 if state is None else step)
         return step
 
@@ -326,8 +328,7 @@ class Trainer:
     def _log(self, step: int, values: dict[str, Any]) -> None:
         if self.accelerator.is_main_process:
             self.paths.metrics.parent.mkdir(parents=True, exist_ok=True)
-            with self.paths.metrics.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(plain({"step": step, **values})) + "\n")
+            append_line(self.paths.metrics, json.dumps(plain({"step": step, **values})))
         if self.config.logger.trackers:
             self.accelerator.log(
                 {key: value for key, value in values.items() if isinstance(value, int | float)}, step=step
@@ -355,14 +356,7 @@ def _keep_metrics_up_to(path: Path, step: int) -> None:
     """Drop lines of what will run again after a resume (later steps, the calibration), and a last line that a kill cut
     short.
     """
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            entry = json.loads(line)
-            if entry["step"] <= step and "confidence_temperatures" not in entry:
-                kept.append(line)
-        except (json.JSONDecodeError, KeyError):
-            continue
-    write_atomically(path, "".join(line + "\n" for line in kept))
+    if path.exists():
+        entries = [entry for entry in read_json_lines(path) if isinstance(entry.get("step"), int)]
+        kept = [entry for entry in entries if entry["step"] <= step and "confidence_temperatures" not in entry]
+        write_atomically(path, "".join(json.dumps(entry) + "\n" for entry in kept))

@@ -194,9 +194,8 @@ MUTATIONS = (
     Mutation(
         "a file takes its place although it is not on disk",
         "spectrain/files.py",
-        "        partial.chmod(mode)  # safetensors makes files that only their owner may read, whatever the umask\n"
-        "        sync(partial)\n",
-        "        partial.chmod(mode)\n",
+        "            sync(partial)\n",
+        "",
         ("tests/unit/test_files.py",),
     ),
     Mutation(
@@ -205,5 +204,40 @@ MUTATIONS = (
         "    if old.exists() and not folder.exists():\n        os.replace(old, folder)\n",
         "",
         ("tests/unit/test_drafter_folder.py",),
+    ),
+    Mutation(
+        "a part of the responses is believed whatever its digest",
+        DATA + "responses.py",
+        "if not found.startswith(match[2]):",
+        "if not found:",
+        (RESPONSES,),
+    ),
+    Mutation(
+        "a JSON file is believed whatever its digest",
+        "spectrain/files.py",
+        "with_digest(content)[DIGEST] != content[DIGEST]",
+        "not content[DIGEST]",
+        ("tests/unit/test_files.py", "tests/unit/test_run_dir.py"),
+    ),
+    Mutation(
+        "a file that changed just now counts as known",
+        "spectrain/files.py",
+        "return _known_digest(path.absolute(), state) if state.settled else _read_digest(path)",
+        "return _known_digest(path.absolute(), state)",
+        ("tests/unit/test_files.py",),
+    ),
+    Mutation(
+        "one bad shard costs the others, too",
+        DATA + "shard_damage.py",
+        "if record.file not in names)",
+        "if not names)",
+        ("tests/unit/test_shard_damage.py",),
+    ),
+    Mutation(
+        "a shard that was verified once is never read again",
+        DATA + "shard_damage.py",
+        "known.get(shard.path.name) != [*FileState.of(shard.path), shard.record.sha256]",
+        "shard.path.name not in known",
+        ("tests/unit/test_shard_damage.py",),
     ),
 )

@@ -63,7 +63,7 @@ def test_a_dry_run_prints_the_plan_and_touches_nothing(capsys, workplace, tmp_pa
         "generate: start",
         "capture: start",
         "fit: start",
-        "GB free",
+        " free",
     ):
         assert text in out
     assert sorted(tmp_path.rglob("*")) == before

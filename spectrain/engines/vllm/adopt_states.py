@@ -34,7 +34,7 @@ from spectrain.data.hidden_states_writer import HiddenStatesWriter, is_finite
 from spectrain.data.loss_mask import predicts_generated
 from spectrain.data.responses import Response
 from spectrain.errors import InputError, RunError
-from spectrain.files import sync, write_atomically
+from spectrain.files import sync, write_atomically, writing
 from spectrain.target.head import TargetHead
 
 FOLDER = ".incoming"
@@ -255,7 +255,7 @@ def _fill_log_normalizer(path: Path, values_T: Tensor) -> None:
     A safetensors file is a length (8 bytes, little-endian), a JSON header that says where each tensor's bytes are, and
     the bytes.
     """
-    with path.open("r+b") as file:
+    with writing(path, "hidden states"), path.open("r+b") as file:
         header_bytes = int.from_bytes(file.read(8), "little")
         begin, end = json.loads(file.read(header_bytes))["log_normalizer"]["data_offsets"]
         content = values_T.numpy().astype("<f4").tobytes()

@@ -27,6 +27,7 @@ from torch import Tensor
 from spectrain.data.hidden_states import StoreMeta, TargetStates
 from spectrain.data.hidden_states_shard import ShardBuffer
 from spectrain.engines.vllm.adopt_states import ERROR_SUFFIX, META, flush_number
+from spectrain.errors import SpectrainError
 from spectrain.files import write_atomically
 
 _POLL_S = 0.1
@@ -100,7 +101,7 @@ class ShardWriter:
             with self._changed:
                 self._failed = True
                 self._changed.notify_all()
-            self._tell(f"{type(error).__name__}: {error}")
+            self._tell(str(error) if isinstance(error, SpectrainError) else f"{type(error).__name__}: {error}")
             self._drop_all()
 
     def _step(self) -> bool:
@@ -150,7 +151,7 @@ class ShardWriter:
         file = self._folder / f"{self._name}{ERROR_SUFFIX}"
         try:
             write_atomically(file, reason)
-        except OSError:
+        except SpectrainError:
             with suppress(OSError):
                 file.touch()
 

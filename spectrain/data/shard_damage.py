@@ -1,0 +1,91 @@
+"""Shards of a hidden-state store that were damaged: finding them, and taking them out, so that a capture makes their
+documents again and no others.
+
+Opening a store compares sizes and headers; what lies between them only the checksums tell. Comparing those reads every
+byte, a second or so a GB, so a shard that was found whole is remembered in ``verified.json`` beside the index by its
+size and the times of its last change, and read again only when one of these differs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from spectrain.data.hidden_states import INDEX_NAME, ShardFile, StoreIndex
+from spectrain.errors import InputError, RunError
+from spectrain.files import FileState, write_atomically
+
+VERIFIED_NAME = "verified.json"
+
+
+def readable_shards(folder: Path) -> tuple[list[ShardFile], list[str], dict[str, str]]:
+    """The shards of a store whose sizes and headers are right, the keys of their documents, and the others: name ->
+    what is wrong. Reads no content. Raises InputError if the index is damaged.
+    """
+    index = StoreIndex.load(folder)
+    shards, keys, broken = list[ShardFile](), list[str](), dict[str, str]()
+    for record in index.shards:
+        try:
+            shard = ShardFile(folder / record.file, record, index.meta)
+            keys += [document.key for document in shard.documents(len(shards))]
+            shards.append(shard)
+        except InputError as error:
+            broken[record.file] = str(error)
+    return shards, keys, broken
+
+
+def stored_keys(folder: Path) -> set[str]:
+    """Keys of the documents that a store has, in shards that can be read; none where there is no store. Raises
+    InputError if its index is damaged.
+    """
+    return set(readable_shards(folder)[1]) if (folder / INDEX_NAME).is_file() else set()
+
+
+def unverified(folder: Path, shards: Sequence[ShardFile]) -> list[ShardFile]:
+    """Those of ``shards`` that have changed since they were verified, or never were."""
+    known = _verified(folder)
+    return [shard for shard in shards if known.get(shard.path.name) != [*FileState.of(shard.path), shard.record.sha256]]
+
+
+def damaged_shards(
+    folder: Path, shards: Iterable[ShardFile], on_bytes: Callable[[int], None] | None = None
+) -> dict[str, str]:
+    """Name -> what is wrong, of those of ``shards`` whose content is not that of the index. Reads them all, and
+    remembers the others as verified. ``on_bytes`` gets the number of bytes read since its last call.
+    """
+    known, damaged = _verified(folder), dict[str, str]()
+    for shard in shards:
+        state = FileState.of(shard.path)
+        settled = state.settled  # before it is read: what is written meanwhile must not count as read
+        try:
+            shard.verify(on_bytes)
+            if settled:
+                known[shard.path.name] = [*state, shard.record.sha256]
+        except InputError as error:
+            damaged[shard.path.name] = str(error)
+    with suppress(RunError):  # a folder that this user may not write: read again next time
+        write_atomically(folder / VERIFIED_NAME, json.dumps(known, indent=1) + "\n")
+    return damaged
+
+
+def take_out(folder: Path, names: Iterable[str]) -> None:
+    """Remove shards from a store; the index is written first, so that it never names one that is gone. The next
+    capture makes their documents again.
+    """
+    index, names = StoreIndex.load(folder), set(names)
+    kept = tuple(record for record in index.shards if record.file not in names)
+    write_atomically(folder / INDEX_NAME, dataclasses.replace(index, shards=kept).to_json(), "the index of the store")
+    for name in names:
+        (folder / name).unlink(missing_ok=True)
+
+
+def _verified(folder: Path) -> dict[str, list[object]]:
+    """Of each verified shard: size, times of change, sha256. A file that cannot be read says nothing."""
+    try:
+        known = json.loads((folder / VERIFIED_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}
