@@ -3,9 +3,9 @@ as it is.
 
 There is no converter between training and serving: parameters carry vLLM's names, every switch whose default differs
 between writers and readers is written out, ids of taps are written unchanged (the residual stream after so many
-layers). What training knows and a server ignores is under ``spectrain``. Weights are stored in the type they were
-trained in, so reading a folder gives the same bits. Folders that others wrote are read through
-``foreign_checkpoints.py``, which turns their layouts into this one.
+layers). What training knows and a server ignores is under ``spectrain``, with the digests of ``drafter_digests.py``.
+Weights are stored in the type they were trained in, so reading a folder gives the same bits. Folders that others wrote
+are read through ``foreign_checkpoints.py``, which turns their layouts into this one.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor, bfloat16, float16, float32, float64
 
 from spectrain.data.vocab import DraftVocab, full_vocab, vocab_from_d2t
 from spectrain.drafters.drafter import Drafter, DrafterShape, TargetCopies
+from spectrain.drafters.drafter_digests import CONFIG, WEIGHTS, check_weights, with_digests
 from spectrain.drafters.foreign_checkpoints import standard_config, standard_tensors
 from spectrain.drafters.registry import DrafterMethod, find_method, known_method, method_names
 from spectrain.errors import InputError
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from spectrain.drafters.drafter import DrafterShape
 
 
-WEIGHTS, CONFIG = "model.safetensors", "config.json"
 _DTYPES = (bfloat16, float16, float32, float64)
 # An embedding that stands for the mask token in place of the target's own: vLLM reads it from beside the weights.
 _MASK_EMBEDDING = "mask_embedding.pt"
@@ -45,7 +45,8 @@ def save_drafter(
     num_speculative_tokens: int,
     metadata: dict[str, Any] | None = None,
 ) -> None:
-    """Write the folder atomically: a reader sees the old drafter or the new one, never a mixture.
+    """Write the folder atomically: a reader sees the old drafter or the new one, never a mixture. Raises RunError if it
+    cannot be written.
 
     Args:
         target: what a server loads beside the drafter when it is given this folder alone (Hub id or folder).
@@ -76,16 +77,16 @@ def save_drafter(
 
     def fill(into: Path) -> None:
         save_file(tensors, into / WEIGHTS, metadata={"format": "pt"})
-        (into / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        (into / CONFIG).write_text(json.dumps(with_digests(config, into), indent=2) + "\n", encoding="utf-8")
 
-    replace_folder(folder, fill)
+    replace_folder(folder, fill, "the drafter", sum(tensor.nbytes for tensor in tensors.values()))
 
 
 def add_metadata(folder: Path, metadata: dict[str, Any]) -> None:
     """Record more under ``spectrain`` in a folder that is there, in one step; its weights stay as they are."""
     config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     config["spectrain"] = {**config.get("spectrain", {}), **metadata}
-    write_atomically(folder / CONFIG, json.dumps(config, indent=2) + "\n")
+    write_atomically(folder / CONFIG, json.dumps(with_digests(config, folder), indent=2) + "\n")
 
 
 def read_shape(folder: str | Path, usual_taps: Sequence[int] | None = None) -> DrafterShape:
@@ -111,7 +112,8 @@ def load_drafter(folder: str | Path, usual_taps: Sequence[int] | None = None) ->
 
     Call ``attach(head)`` before drafting. ``usual_taps`` as in ``read_shape``.
 
-    Raises InputError naming the file and the field or tensor that is missing or has the wrong shape.
+    Raises InputError naming the file and the field or tensor that is missing or has the wrong shape, or weights that
+    have changed since they were written.
     """
     folder = Path(folder)
     if not folder.exists():  # a writer was killed between its two renames; one that is at work must not be disturbed
@@ -123,6 +125,7 @@ def load_drafter(folder: str | Path, usual_taps: Sequence[int] | None = None) ->
     copies = TargetCopies.taken_from(tensors, shape.owns_head, str(folder / WEIGHTS))
     drafter = _build(config, shape, vocab, folder)
     _check_tensors(drafter.body.state_dict(), tensors, folder / WEIGHTS)
+    check_weights(folder)
     drafter.body.load_state_dict(tensors, assign=True)
     drafter.copies = copies if copies.tensors else None
     return drafter.eval()

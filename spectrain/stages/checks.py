@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from spectrain.config.commands import Command
 from spectrain.config.folders import prompt_roots
 from spectrain.config.schema import SpectrainConfig
+from spectrain.drafters.drafter_digests import check_drafter_digests
 from spectrain.errors import ConfigError, InputError
 from spectrain.files import bytes_text, free_bytes, mount_point
 from spectrain.stages.drafter_checks import (
@@ -136,6 +137,9 @@ def _check_against_target(context: Context) -> None:
             check_confidence(context.measured_drafter)
     elif config.drafter.path is not None:
         check_continued(context, Path(config.drafter.path).expanduser())
+    read = context.measured_drafter if context.command.needs_drafter else config.drafter.path
+    if read is not None:
+        check_drafter_digests(Path(read).expanduser())
     if "capture" in context.command.stages and not context.command.looks_only:
         check_disk(context)
     if context.command.trains:

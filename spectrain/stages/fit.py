@@ -18,8 +18,10 @@ from spectrain.data.hidden_states import HiddenStateSource, TargetStates
 from spectrain.data.packing import PackedBatch, pack_batch, pack_rows, truncated_tokens
 from spectrain.data.vocab import DraftVocab, build_vocab
 from spectrain.drafters.drafter import Drafter
-from spectrain.drafters.drafter_folder import CONFIG, WEIGHTS, weights_digest
+from spectrain.drafters.drafter_digests import CONFIG, WEIGHTS, note_changes
+from spectrain.drafters.drafter_folder import read_shape, weights_digest
 from spectrain.drafters.registry import Corpus, find_method
+from spectrain.errors import InputError
 from spectrain.stages import capture
 from spectrain.stages.context import Context
 from spectrain.stages.drafter_checks import sections_of_others
@@ -46,8 +48,16 @@ def decide(context: Context) -> Decision:
 def _lacking(context: Context) -> str:
     """What is missing or damaged of a drafter that was trained."""
     folder = context.run_dir.drafter
-    whole = all((folder / file).is_file() for file in (CONFIG, WEIGHTS))
-    return "" if whole else "outputs are missing"
+    if not all((folder / file).is_file() for file in (CONFIG, WEIGHTS)):
+        return "outputs are missing"
+    if not weights_digest(folder).startswith(context.run_dir.outputs("fit").get("weights", "")):
+        return "the drafter's weights are damaged"
+    try:
+        read_shape(folder, context.spec.default_taps())
+    except InputError:
+        return "the drafter's settings are damaged"
+    note_changes(folder)
+    return ""
 
 
 def _inputs(context: Context) -> dict[str, Any]:

@@ -16,7 +16,8 @@ from spectrain.console import say
 from spectrain.data.prompts import Conversation
 from spectrain.decoding.loop import GenerationResult
 from spectrain.decoding.scheduler import StepCost
-from spectrain.drafters.drafter_folder import WEIGHTS, weights_digest
+from spectrain.drafters.drafter_digests import WEIGHTS
+from spectrain.drafters.drafter_folder import weights_digest
 from spectrain.drafters.foreign_checkpoints import standard_config
 from spectrain.drafters.registry import find_method
 from spectrain.drafters.serving_config import read_serving_config

@@ -19,6 +19,7 @@ from typing import Any
 
 from spectrain.config.schema import SpectrainConfig, TargetConfig
 from spectrain.console import say, stdout
+from spectrain.drafters.drafter_digests import check_drafter_digests
 from spectrain.drafters.registry import known_method, load_module
 from spectrain.drafters.serving_config import ServingConfig, drafter_digest, read_serving_config
 from spectrain.engines.vllm import args as vllm_options
@@ -90,6 +91,7 @@ def serve_command(config: SpectrainConfig, given: Sequence[str], flags: Sequence
             "decoding.num_speculative_tokens"
         )
     drafter = read_serving_config(_drafter_path(config, keys))
+    check_drafter_digests(Path(drafter.path))
     if known_method(drafter.method) is None:
         load_module(config.drafter.module)  # its kind may be one that vLLM does not have
     target, target_config = _target(config, drafter, keys)

@@ -4,6 +4,9 @@ refused.
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,8 @@ from spectrain import files
 from spectrain.config.schema import TrainerConfig
 from spectrain.drafters.autoregressive.eagle3 import Eagle3
 from spectrain.errors import InputError
-from spectrain.training.checkpointing import load_checkpoint, save_checkpoint
+from spectrain.training import checkpointing
+from spectrain.training.checkpointing import load_checkpoint, newest_checkpoint, save_checkpoint
 from spectrain.training.optim import build_optimizers
 
 OPTIONS = Options(reduced=True)
@@ -187,3 +191,115 @@ def test_another_optimisers_state_is_refused(tmp_path: Path, written: str, read:
     training.save(tmp_path, 1)
     with pytest.raises(InputError, match="another optimiser"):
         Training(read).load(tmp_path)
+
+
+def flip(path: Path, byte: int = -1) -> None:
+    content = bytearray(path.read_bytes())
+    content[byte] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGE = {
+    "model missing": lambda path: (path / "model.safetensors").unlink(),
+    "state missing": lambda path: (path / "state.json").unlink(),
+    "model empty": lambda path: (path / "model.safetensors").write_bytes(b""),
+    "optimizer cut": lambda path: os.truncate(path / "optimizer.safetensors", 200),
+    "a weight flipped": lambda path: flip(path / "model.safetensors"),
+    "a moment flipped": lambda path: flip(path / "optimizer.safetensors"),
+    "a header flipped": lambda path: flip(path / "optimizer.safetensors", 40),
+    "state no JSON": lambda path: (path / "state.json").write_text("{"),
+    "state of another type": lambda path: (path / "state.json").write_text("[1]"),
+    "another step noted": lambda path: edit(path, step=1),
+    "another best noted": lambda path: edit(path, best={"step": 1, "acceptance_length": 99.0}),
+    "no digests": lambda path: (path / "state.json").write_text('{"step": 9}'),
+    "nothing in it": lambda path: [file.unlink() for file in path.iterdir()],
+}
+
+
+def edit(path: Path, **values: Any) -> None:
+    state = json.loads((path / "state.json").read_text())
+    (path / "state.json").write_text(json.dumps(state | values))
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_of_a_damaged_checkpoint_the_one_before_is_taken_and_nothing_is_removed(
+    tmp_path: Path, damage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training = Training()
+    training.step()
+    training.save(tmp_path, 8)
+    good = training.weights(), training.moments()
+    training.step()
+    bad = training.save(tmp_path, 9)
+    DAMAGE[damage](bad)
+    left = {file.name: file.read_bytes() for file in bad.iterdir()}
+    other = Training(seed=3)
+    state = other.load(tmp_path)
+    assert state is not None and state["step"] == 8
+    assert_same_bits(other.weights(), good[0])
+    assert_same_bits(other.moments(), good[1])
+    assert f"{bad} is damaged (" in capsys.readouterr().err
+    assert {file.name: file.read_bytes() for file in bad.iterdir()} == left
+
+
+def test_where_no_checkpoint_is_whole_training_starts_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    training = Training()
+    training.step()
+    for step in (8, 9):
+        flip(training.save(tmp_path, step) / "model.safetensors")
+    other = Training(seed=3)
+    before = other.weights()
+    assert newest_checkpoint(tmp_path) is None  # so the drafter is initialised
+    assert other.load(tmp_path) is None
+    assert_same_bits(other.weights(), before)
+    assert "training starts anew" in capsys.readouterr().err
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("stray", ["empty", "a copy", "a file"])
+def test_a_stray_checkpoint_is_passed_over_and_displaces_none(tmp_path: Path, stray: str) -> None:
+    training = Training()
+    training.step()
+    path = training.save(tmp_path, 9, keep=1)
+    other = tmp_path / "step-99999999"
+    {"empty": other.mkdir, "a copy": lambda: shutil.copytree(path, other), "a file": other.touch}[stray]()
+    state = Training(seed=3).load(tmp_path)
+    assert state is not None and state["step"] == 9
+    training.save(tmp_path, 10, keep=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000010", "step-99999999"]
+
+
+@pytest.mark.parametrize("call", [0, 1])
+def test_a_kill_while_checkpoints_are_pruned_leaves_none_too_many(
+    tmp_path: Path, call: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed before the old one is renamed, or before it is removed under its new name."""
+    training = Training()
+    training.step()
+    for step in (1, 2):
+        training.save(tmp_path, step)
+
+    def die(*_: Any, **__: Any) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpointing, "remove", die) if call == 0 else patch.setattr(files, "sync", dying_at_last())
+        with pytest.raises(Killed):
+            training.save(tmp_path, 3)
+    resumed = Training(seed=3)
+    state = resumed.load(tmp_path)
+    assert state is not None and state["step"] == 3
+    checkpointing.prune_checkpoints(tmp_path, 3, 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
+
+
+def dying_at_last() -> Any:
+    """``sync`` that dies where a folder was just renamed to be removed."""
+    sync = files.sync
+
+    def run(path: Path) -> None:
+        if any(path.glob(".*.removed")):
+            raise Killed
+        sync(path)
+
+    return run

@@ -224,6 +224,19 @@ def test_a_file_of_something_else_is_refused(tmp_path, change, message):
     assert str(path) in str(caught.value)
 
 
+def test_a_figure_that_was_changed_is_found(tmp_path):
+    path = full_record().write(tmp_path)
+    assert read_record(path) == full_record()
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps(values | {"output_tokens": values["output_tokens"] ^ 1}))
+    with pytest.raises(InputError, match="has changed since it was written") as caught:
+        read_record(path)
+    assert str(path) in str(caught.value)
+    del values["digest"]  # as earlier versions wrote it
+    path.write_text(json.dumps(values))
+    assert read_record(path) == full_record()
+
+
 def test_missing_or_cut_off_files_are_refused(tmp_path):
     with pytest.raises(InputError, match="no evaluation record"):
         read_record(tmp_path / "none.json")

@@ -150,6 +150,82 @@ def test_a_broken_manifest_is_named(tmp_path, text):
         RunDir(tmp_path).check({})
 
 
+ENTRY = {"status": "done", "inputs": {"fixed": {}, "growing": {}}, "seconds": 1.0, "outputs": {"tokens": 5}}
+
+
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        *((("target",), 3), (("target",), {"id": "a"}), (("target", "revision"), 1), (("stages",), [])),
+        *(
+            (("stages", "capture"), []),
+            (("stages", "capture", "status"), "gone"),
+            (("stages", "capture", "status"), ...),
+        ),
+        *((("stages", "capture", "inputs"), ...), (("stages", "capture", "inputs", "fixed"), 1)),
+        *((("stages", "capture", "inputs", "growing"), ...), (("stages", "capture", "seconds"), "long")),
+        *((("stages", "capture", "outputs"), []), (("stages", "capture", "outputs", "tokens"), "5")),
+        *(
+            (("stages", "eval/a", "outputs", "record"), None),
+            (("stages", "eval/a", "outputs", "parity"), {"passed": 1}),
+        ),
+        *((("schema_version",), "1"), (("schema_version",), True), (("stages",), ...)),
+    ],
+)
+def test_a_field_of_a_manifest_that_is_missing_or_of_another_type_is_named(tmp_path, where, value):
+    """Written by an earlier version, without a digest that would tell as well."""
+    stages = {"capture": ENTRY, "eval/a": ENTRY | {"outputs": {"record": "eval/a.json"}}}
+    manifest = json.loads(json.dumps({"schema_version": 1, "target": {"id": "a", "revision": "1"}, "stages": stages}))
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    RunDir(tmp_path).check({})
+    inner = manifest
+    for name in where[:-1]:
+        inner = inner[name]
+    inner[where[-1]] = value
+    if value is ...:
+        del inner[where[-1]]
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(InputError, match=where[-1]) as caught:
+        RunDir(tmp_path).check({})
+    assert str(tmp_path / "manifest.json") in str(caught.value)
+
+
+def test_a_manifest_that_was_changed_is_refused_and_one_whose_digest_was_taken_out_is_not(run_dir):
+    finish(run_dir, "capture")
+    path = run_dir.path / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["stages"]["capture"]["inputs"]["fixed"]["drafter.taps"] = [2, 15, 26]
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(InputError, match=r"manifest\.json has changed since it was written"):
+        decide(run_dir)
+    del manifest["digest"]
+    path.write_text(json.dumps(manifest))
+    assert decide(run_dir).action == "restart"
+
+
+@pytest.mark.parametrize("status", ["removing", "running"])
+def test_outputs_of_a_stage_that_was_not_finished_are_not_looked_at(run_dir, status):
+    finish(run_dir, "capture")
+    manifest = run_dir.manifest()
+    manifest["stages"]["capture"]["status"] = status
+    run_dir._write_manifest(manifest)
+
+    def lacking():
+        raise AssertionError("what is there may be anything")
+
+    for fixed in (FIXED, FIXED | {"drafter.taps": [1]}):
+        assert not run_dir.decide("capture", Inputs(fixed, GROWING), lacking).skip
+    # Of another input the outputs are of no interest either.
+    finish(run_dir, "capture")
+    assert run_dir.decide("capture", Inputs(FIXED | {"drafter.taps": [1]}, GROWING), lacking).action == "restart"
+
+
+def test_what_is_lacking_is_said(run_dir):
+    finish(run_dir, "fit", growing={})
+    decision = run_dir.decide("fit", Inputs(FIXED, {}), lambda: "the drafter's weights are damaged")
+    assert str(decision) == "fit: the drafter's weights are damaged, they are made again"
+
+
 def test_looking_touches_nothing(tmp_path):
     run_dir = RunDir(tmp_path / "none")
     run_dir.check({"id": "a"})

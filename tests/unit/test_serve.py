@@ -308,17 +308,26 @@ def test_evaluation_recommends_the_number(drafter, capsys):
     )
 
 
-def test_what_was_measured_of_other_weights_says_nothing(drafter):
+def test_what_was_measured_of_other_weights_says_nothing(drafter, target):
     run_dir = drafter.parent
     (run_dir / "eval").mkdir()
     evaluated(run_dir, drafter_digest(drafter), n2=1.2)
     assert speculation(command(f"run.dir={run_dir}"))["num_speculative_tokens"] == 2
-    with (drafter / "model.safetensors").open("r+b") as file:
-        file.seek(-1, os.SEEK_END)
-        last = file.read(1)
-        file.seek(-1, os.SEEK_END)
-        file.write(bytes([last[0] ^ 1]))
+    write_drafter(drafter, str(target), step=7)
     assert speculation(command(f"run.dir={run_dir}"))["num_speculative_tokens"] == 4  # the folder's
+
+
+def test_damaged_weights_are_not_served_and_a_changed_configuration_is_said(drafter, capsys):
+    config = json.loads((drafter / "config.json").read_text())
+    config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] = 5
+    (drafter / "config.json").write_text(json.dumps(config))
+    assert speculation(command(f"drafter.path={drafter}"))["num_speculative_tokens"] == 5
+    assert "config.json has changed since the drafter was written" in capsys.readouterr().err
+    content = bytearray((drafter / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (drafter / "model.safetensors").write_bytes(content)
+    with pytest.raises(InputError, match=r"model\.safetensors has changed since it was written"):
+        command(f"drafter.path={drafter}")
 
 
 def test_a_drafter_that_does_not_pay_is_said_to(drafter, capsys):

@@ -1,0 +1,77 @@
+"""Digests in a drafter's folder, by which damage is found before the drafter is trained on, measured or served.
+
+They are under ``spectrain`` in ``config.json``, so they go where the folder goes: one of the weights file, one of all
+else that ``config.json`` says. Weights change by damage alone, so others than those that were written are refused. A
+configuration may have been edited on purpose, which nobody but the user can tell: it is said. Folders that others wrote
+have no digests, and pass.
+
+Cost: one reading of the weights in a process, about a second a GB.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from spectrain.console import say
+from spectrain.errors import InputError
+from spectrain.files import file_digest, with_digest
+
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+_SECTION, _DIGESTS = "spectrain", "digests"
+
+
+def with_digests(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """A drafter's configuration with the digests of itself and of the weights that lie in ``folder``."""
+    digests = {WEIGHTS: file_digest(folder / WEIGHTS), CONFIG: _config_digest(config)}
+    return {**config, _SECTION: {**config.get(_SECTION, {}), _DIGESTS: digests}}
+
+
+def check_weights(folder: Path) -> None:
+    """Raise InputError if the weights in a folder are not those that were written there. Where there are none, or no
+    digest of them, others will say so.
+    """
+    path, wanted = folder / WEIGHTS, _digests(folder).get(WEIGHTS)
+    if wanted is not None and path.is_file() and file_digest(path) != wanted:
+        raise InputError(
+            f"{path} has changed since it was written, its digest differs: bring back a copy, or train the drafter "
+            f"again"
+        )
+
+
+def check_drafter_digests(folder: Path) -> None:
+    """``check_weights`` and ``note_changes``."""
+    check_weights(folder)
+    note_changes(folder)
+
+
+def note_changes(folder: Path) -> None:
+    """Tell the user if the configuration is not the one that was written."""
+    wanted = _digests(folder).get(CONFIG)
+    if wanted is not None and _config_digest(_read(folder)) != wanted:
+        say(
+            f"note: {folder / CONFIG} has changed since the drafter was written: if the change is not yours, it is "
+            f"damaged"
+        )
+
+
+def _config_digest(config: Mapping[str, Any]) -> str:
+    section = {name: value for name, value in config.get(_SECTION, {}).items() if name != _DIGESTS}
+    return str(with_digest({**config, _SECTION: section})["digest"])
+
+
+def _digests(folder: Path) -> dict[str, Any]:
+    section = _read(folder).get(_SECTION)
+    digests = section.get(_DIGESTS) if isinstance(section, dict) else None
+    return digests if isinstance(digests, dict) else {}
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    """Empty where it cannot be read: readers of what it says tell why."""
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
