@@ -1,8 +1,8 @@
 """SIGKILL at any moment, then the same command again: the end is that of a run that was never disturbed.
 
-A child process counts the operations that make work durable (flushes, renames, removals) and kills itself before the
-k-th; k is drawn anew for each attempt. So every state that a kill can leave on disk is met, however fast the machine
-is. Children are forked from a server that has imported everything, because imports take longer than the work.
+A child process kills itself before the k-th of the operations that make work durable (``kills.py``); k is drawn anew
+for each attempt. Children are forked from a server that has imported everything, because imports take longer than the
+work.
 """
 
 import hashlib
@@ -18,13 +18,14 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from kills import die_before
 from workplace import make
 
 from spectrain.data.hidden_states import StoredHiddenStates
 from spectrain.data.responses import ResponseStore
+from spectrain.stages.run_dir import RunDir
 
 ATTEMPTS = 12
-DURABLE = ("fsync", "replace", "rename", "unlink", "rmdir")
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["spectrain.stages.run", "spectrain.cli", "spectrain.config.loading"])
 
@@ -35,20 +36,7 @@ def child(arguments, kill_at):
     """
     torch.set_num_threads(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    count = 0
-
-    def counting(operation):
-        def wrapped(*args, **kwargs):
-            nonlocal count
-            count += 1
-            if count == kill_at:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return operation(*args, **kwargs)
-
-        return wrapped
-
-    for name in DURABLE:
-        setattr(os, name, counting(getattr(os, name)))
+    die_before(kill_at)
     import spectrain.stages.generate
 
     spectrain.stages.generate._PART_RESPONSES = 3  # many small parts
@@ -126,6 +114,24 @@ def test_fit_ends_with_the_same_drafter_bit_for_bit(arguments, undisturbed, tmp_
         file.name for file in (other / "checkpoints").iterdir()
     )
     assert leftovers(path) == []
+
+
+@pytest.mark.parametrize("kill_at", [8, 24])
+def test_a_kill_while_other_taps_replace_the_states_leaves_what_every_setting_goes_on_from(
+    arguments, undisturbed, tmp_path, kill_at
+):
+    """Killed while outputs are being removed (all moments of it: tests/unit/test_restart_kills.py)."""
+    path = Path(shutil.copytree(undisturbed, tmp_path / "killed"))
+    other = ["drafter.taps=[1,2,3]"]
+    assert run(["capture", *arguments, *other, f"run.dir={path}"], kill_at) == -signal.SIGKILL
+    assert RunDir(path).manifest()["stages"]["capture"]["status"] == "removing"
+    for taps, more in (((1, 2, 3), other), ((2, 3, 4), [])):
+        again = Path(shutil.copytree(path, tmp_path / f"with-{taps[0]}"))
+        assert run(["capture", *arguments, *more, f"run.dir={again}"]) == 0
+        states = StoredHiddenStates(again / "hidden_states")
+        assert (states.meta.tap_ids, len(states)) == (taps, 22)
+        assert not (again / "drafter").exists()  # it was that of the old states
+        assert leftovers(again) == []
 
 
 def digest(path):

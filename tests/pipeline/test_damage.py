@@ -1,0 +1,187 @@
+"""What a damaged disk, an editor or a kill does to a finished run: what is damaged is named or made again, alone;
+nothing goes on with wrong data in silence.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from workplace import make
+
+from spectrain import cli
+from spectrain.data.hidden_states import StoredHiddenStates
+from spectrain.data.responses import ResponseStore
+from spectrain.drafters.drafter_folder import load_drafter
+from spectrain.evaluation.records import read_records
+
+
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory):
+    return make(tmp_path_factory.mktemp("workplace"))
+
+
+@pytest.fixture(scope="module")
+def finished(arguments, tmp_path_factory):
+    """A run directory after ``spectrain run``."""
+    path = tmp_path_factory.mktemp("runs") / "finished"
+    assert cli.main(["run", *arguments, f"run.dir={path}"]) == 0
+    return path
+
+
+@pytest.fixture
+def run_dir(finished, tmp_path):
+    """A copy of the finished run that a test may damage."""
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+@pytest.fixture
+def spectrain(arguments, run_dir, capsys):
+    """Run a command over the copy; returns exit code and what it said."""
+
+    def run(command, *more):
+        code = cli.main([command, *arguments, f"run.dir={run_dir}", *more])
+        said = capsys.readouterr().err
+        assert "unexpected" not in said
+        return code, said
+
+    return run
+
+
+def flip(path, byte=-1):
+    content = bytearray(path.read_bytes())
+    content[byte] ^= 1
+    path.write_bytes(content)
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+
+
+def documents(folder):
+    store = StoredHiddenStates(folder)
+    return {key: store[number].input_ids.tolist() for number, key in enumerate(store.keys)}
+
+
+def test_of_a_damaged_shard_only_its_documents_are_captured_again(spectrain, run_dir):
+    folder = run_dir / "hidden_states"
+    before, texts = contents(folder), documents(folder)
+    bad = sorted(before)[1]
+    assert len(before) >= 3
+    flip(folder / bad)
+    code, said = spectrain("fit", "trainer.seed=9")
+    assert code == 0
+    assert f"{folder / bad} has changed, its checksum is not that of the index" in said
+    after = contents(folder)
+    assert {name: after.get(name) for name in before if name != bad} == {
+        name: content for name, content in before.items() if name != bad
+    }
+    assert documents(folder) == texts
+    StoredHiddenStates(folder).verify_checksums()
+
+
+def test_a_shard_that_is_gone_is_captured_again_by_the_next_command(spectrain, run_dir):
+    folder = run_dir / "hidden_states"
+    before, texts = contents(folder), documents(folder)
+    bad = sorted(before)[0]
+    (folder / bad).unlink()
+    code, said = spectrain("run")
+    assert code == 0 and bad in said
+    assert "fit: unchanged, skipped" in said  # the same documents
+    assert documents(folder) == texts
+
+
+def test_damaged_weights_are_not_measured_and_not_taken_for_what_fit_wrote(spectrain, run_dir):
+    weights = run_dir / "drafter" / "model.safetensors"
+    whole = weights.read_bytes()
+    flip(weights)
+    for command, more in (("eval", ()), ("eval", ("decoding.num_speculative_tokens=2",)), ("eval", ("parity",))):
+        code, said = spectrain(command, *more)
+        assert (code, said.count("\n")) == (2, 1)
+        assert f"{weights} has changed since it was written" in said
+    code, said = spectrain("fit", f"drafter.path={run_dir}/drafter", f"run.dir={run_dir}-on")
+    assert code == 2 and "has changed since it was written" in said
+    code, said = spectrain("fit")
+    assert code == 0
+    assert "fit: the drafter's weights are damaged, they are made again" in said
+    load_drafter(weights.parent)
+    assert weights.read_bytes() == whole
+
+
+def test_a_drafter_whose_configuration_is_cut_is_made_again_and_a_changed_one_is_said(spectrain, run_dir):
+    path = run_dir / "drafter" / "config.json"
+    config = json.loads(path.read_text())
+    config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] = 2
+    path.write_text(json.dumps(config))
+    code, said = spectrain("fit")
+    assert code == 0 and "fit: unchanged, skipped" in said
+    assert f"note: {path} has changed since the drafter was written" in said
+    path.write_text(path.read_text()[:100])
+    code, said = spectrain("fit")
+    assert code == 0 and "the drafter's settings are damaged, they are made again" in said
+    assert load_drafter(path.parent)
+
+
+def test_damaged_responses_are_named_and_only_theirs_are_asked_again(spectrain, run_dir):
+    (part,) = (run_dir / "responses").glob("part-*")
+    store = {response.key: response.input_ids.tolist() for response in ResponseStore(part.parent).load()}
+    flip(part, 200)
+    for command in ("generate", "run"):
+        code, said = spectrain(command)
+        assert (code, said.count("\n")) == (2, 1)
+        assert str(part) in said and "remove it and run generate again" in said
+    part.unlink()
+    code, said = spectrain("generate")
+    assert code == 0
+    assert {response.key: response.input_ids.tolist() for response in ResponseStore(part.parent).load()} == store
+
+
+def test_a_baselines_record_that_is_gone_or_damaged_is_made_again(spectrain, run_dir):
+    before = {path.name for path in (run_dir / "eval").glob("*.json")}
+    (baseline,) = (run_dir / "eval").glob("*-none-*.json")
+    (ngram,) = (run_dir / "eval").glob("*-ngram-*.json")
+    ngram.write_text(ngram.read_text().replace("ngram", "mgram", 1))
+    code, said = spectrain("eval", "--dry-run")
+    assert code == 0
+    baseline.unlink()
+    code, said = spectrain("eval")
+    assert code == 0 and "outputs are missing, they are made again" in said
+    assert {path.name for path in (run_dir / "eval").glob("*.json")} == before
+    assert [record.method for record in read_records(run_dir / "eval")] == ["none", "ngram", "eagle3"]
+    assert "unchanged, skipped" in spectrain("eval")[1]
+    ngram.write_text(ngram.read_text()[:-40])
+    code, said = spectrain("eval", "suite.max_prompts=1", "suite.baselines=[ngram]")
+    assert code == 0 and str(ngram) not in said
+
+
+def test_a_damaged_record_of_another_measurement_is_named_before_the_work(spectrain, run_dir):
+    (record,) = (run_dir / "eval").glob("*-eagle3-n3-*.json")
+    record.write_text(record.read_text()[:-40])
+    more = ("decoding.num_speculative_tokens=2",)
+    code, said = spectrain("eval", *more)
+    assert (code, said.count("\n")) == (2, 1)
+    assert str(record) in said
+    assert not list((run_dir / "eval").glob("*-n2-*"))
+
+
+def test_a_line_of_the_metrics_that_was_cut_short_costs_no_evaluation(spectrain, run_dir):
+    metrics = run_dir / "metrics.jsonl"
+    metrics.write_bytes(metrics.read_bytes()[:-20])
+    code, _ = spectrain("eval", "decoding.num_speculative_tokens=2", "suite.baselines=[]")
+    assert code == 0 and (run_dir / "report.html").is_file()
+
+
+def test_a_full_disk_refuses_nothing_that_is_captured_already(spectrain, run_dir, monkeypatch):
+    class Usage:
+        free = 1000
+
+    monkeypatch.setattr("shutil.disk_usage", lambda path: Usage)
+    code, said = spectrain("run")
+    assert code == 0 and "capture: unchanged, skipped" in said
+    # Other states need room, and that of those they replace is theirs.
+    assert spectrain("capture", "hidden_states.dtype=bfloat16", "--dry-run")[0] == 0
+    (shard, *_) = sorted((run_dir / "hidden_states").glob("shard-*"))
+    shard.unlink()
+    Usage.free = 10
+    code, said = spectrain("capture")
+    assert code == 2 and "the hidden states of " in said and "22 documents" not in said
