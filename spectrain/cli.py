@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -22,7 +21,7 @@ from typing import Any, NoReturn
 from spectrain.config.commands import COMMANDS, SWITCHES, Command, known
 from spectrain.config.overrides import suggest
 from spectrain.config.schema import SpectrainConfig
-from spectrain.console import say, stdout
+from spectrain.console import say, say_traceback, stdout
 from spectrain.errors import ConfigError, SpectrainError
 
 
@@ -116,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _dispatch(parse(arguments))
     except SpectrainError as error:
         if debug:
-            traceback.print_exc()
+            say_traceback()
         say("error: " + " ".join(str(error).split()))
         return error.exit_code
     except KeyboardInterrupt:
@@ -124,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     except Exception as error:
         if debug:
-            traceback.print_exc()
+            say_traceback()
         say(f"error: {type(error).__name__}: {' '.join(str(error).split())[:500]} (unexpected; --debug shows where)")
         return 1
 
