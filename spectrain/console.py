@@ -42,7 +42,7 @@ def _controls(letter: str) -> bool:
 class SafeConsole(Console):
     """Prints no control character of a text as it is, wherever the text comes from."""
 
-    def render_str(self, text: str, **options: Any) -> Text:  # type: ignore[override]
+    def render_str(self, text: str, **options: Any) -> Text:
         """Before anything is laid out, so that columns are as wide as what they show."""
         return super().render_str(printable(text), **options)
 

@@ -32,7 +32,17 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 
 from spectrain.config.folders import search_roots
-from spectrain.config.overrides import build, one_line, product, quoted, read_overrides, set_keys, user_drafters
+from spectrain.config.group_files import GroupFile, chosen_files, set_in
+from spectrain.config.overrides import (
+    build,
+    one_line,
+    options_of,
+    product,
+    quoted,
+    read_overrides,
+    set_keys,
+    user_drafters,
+)
 from spectrain.config.schema import SpectrainConfig
 from spectrain.errors import ConfigError, InputError
 
@@ -189,12 +199,27 @@ def _sweep_settings(parsed: Sequence[Override], scratch: Path | None) -> list[st
 
 def _compose_all(parsed: Sequence[Override], jobs: Sequence[list[str]]) -> list[SpectrainConfig]:
     """One configuration for each list of overrides, on the same base."""
+    files = _group_files(parsed)
     with one_line():
         _register(parsed)
         GlobalHydra.instance().clear()
         with hydra.initialize_config_dir(config_dir=_first_root(), job_name=_APP, version_base=_HYDRA_VERSION):
             composed = [hydra.compose(_PRIMARY, overrides=job) for job in jobs]
-    return [build(_plain(config)) for config in composed]
+    try:
+        return [build(_plain(config)) for config in composed]
+    except ConfigError as error:
+        where = set_in(str(error), files, set_keys(parsed))
+        raise (ConfigError(f"{error}{where}") if where else error) from error
+
+
+def _group_files(parsed: Sequence[Override]) -> list[GroupFile]:
+    """The files that a composition reads, later ones win: those of the defaults, of the command line, the recipe's."""
+    chosen: dict[str, list[str]] = {group: [option] for group, option in GROUPS.items() if option is not None}
+    for override in parsed:
+        if override.key_or_group in GROUPS:
+            chosen[str(override.key_or_group)] = options_of(override)
+    ordered = sorted(chosen, key=list(GROUPS).index)
+    return chosen_files([(group, option) for group in ordered for option in chosen[group]])
 
 
 def _plain(composed: DictConfig) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 
 import pytest
 from tiny import tiny_target
@@ -263,3 +264,128 @@ def test_attention_that_this_machine_does_not_have(capsys, workplace, name):
 def test_a_drafter_that_this_machine_cannot_train(capsys, monkeypatch, workplace, argument):
     monkeypatch.setattr("spectrain.stages.target_checks.memory_bytes", lambda device: 1 << 30)
     assert argument.partition("=")[0] in refused(capsys, [*workplace, argument])
+
+
+# --- recipes, and other files of groups ----------------------------------------------------------------------------
+
+GLOBAL = "# @package _global_\n"
+RECIPES = {
+    "not UTF-8": (b"# @package _global_\nrun:\n  name: \xff\n", "not UTF-8"),
+    "a list": (GLOBAL + "- a\n- b\n", "KEY: VALUE"),
+    "a text": ("hello\n", "KEY: VALUE"),
+    "a number": ("3\n", "KEY: VALUE"),
+    "a key that is no text": (GLOBAL + "1: 2\n", "KEY: VALUE"),
+    "broken YAML": (GLOBAL + "run: {name: x\n", "line 3"),
+    "includes itself": (GLOBAL + "defaults:\n  - /recipe: mine\n", "includes itself"),
+    "includes itself by name": (GLOBAL + "defaults:\n  - mine\n", "includes itself"),
+    "defaults of another type": (GLOBAL + "defaults: 3\n", "defaults"),
+    "an entry of another type": (GLOBAL + "defaults:\n  - 3\n", "defaults"),
+    "an unknown key": (GLOBAL + "trainer:\n  epoch: 3\n", "did you mean trainer.epochs?"),
+    "an unknown section": (GLOBAL + "trainr:\n  epochs: 3\n", "trainr"),
+    "a wrong type": (GLOBAL + "trainer:\n  epochs: three\n", "trainer.epochs must be a whole number"),
+    "a wrong bound": (GLOBAL + "trainer:\n  epochs: 0\n", "trainer.epochs=0"),
+    "a section of another type": (GLOBAL + "drafter:\n  loss: 3\n", "drafter.loss is a section"),
+}
+
+
+@pytest.mark.parametrize("kind", RECIPES)
+def test_a_recipe_that_is_none(capsys, workplace, tmp_path, kind):
+    content, message = RECIPES[kind]
+    path = tmp_path / "recipes/recipe/mine.yaml"
+    path.parent.mkdir(parents=True)
+    write(path, content)
+    error = refused(capsys, ["recipe=mine", *workplace])
+    assert message in error
+    assert "mine.yaml" in error
+
+
+def test_a_recipe_that_never_ends(capsys, workplace, tmp_path):
+    (tmp_path / "recipes/recipe").mkdir(parents=True)
+    os.mkfifo(tmp_path / "recipes/recipe/mine.yaml")
+    assert "mine.yaml" in refused(capsys, ["recipe=mine", *workplace])
+
+
+def test_a_wrong_value_of_the_command_line_is_not_blamed_on_a_recipe(capsys, workplace, tmp_path):
+    (tmp_path / "recipes/recipe").mkdir(parents=True)
+    (tmp_path / "recipes/recipe/mine.yaml").write_text(GLOBAL + "trainer:\n  epochs: 3\n")
+    assert "mine.yaml" not in refused(capsys, ["recipe=mine", *workplace, "trainer.epochs=0"])
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("+trainer.epochs=3", "write trainer.epochs=VALUE, without the +"),
+        ("+drafter=eagle3", "write drafter=VALUE, without the +"),
+        ("drafter.dspak={markov: none}", "did you mean drafter.dspark?"),
+        ("trainr={epochs: 3}", "did you mean trainer?"),
+    ],
+)
+def test_a_slip_of_the_command_line(capsys, workplace, argument, message):
+    assert message in refused(capsys, [*workplace, argument])
+
+
+# --- prompts, sweeps and trackers ----------------------------------------------------------------------------------
+
+PROMPTS = {
+    "too long": ({"turns": ["word " * 400]}, "target.max_length=256"),
+    "an imported prompt that is too long": (
+        {"messages": [{"role": "user", "content": "word " * 400}, {"role": "assistant", "content": "Yes."}]},
+        "target.max_length=256",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", PROMPTS)
+def test_a_prompt_that_leaves_no_room(capsys, workplace, tmp_path, kind):
+    line, message = PROMPTS[kind]
+    with (tmp_path / "train.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    error = refused(capsys, workplace)
+    assert message in error
+    assert "train.jsonl:9" in error
+
+
+def test_a_prompt_of_the_suite_that_leaves_no_room(capsys, workplace, tmp_path):
+    (tmp_path / "suite.jsonl").write_text(json.dumps({"turns": ["word " * 400]}) + "\n")
+    assert "suite.jsonl:1" in refused(capsys, [*workplace, "suite=jsonl", "suite.prompts=suite.jsonl"])
+
+
+def test_a_conversation_that_the_template_rejects(capsys, workplace, tmp_path):
+    write(
+        tmp_path / "target/chat_template.jinja",
+        "{% for m in messages %}{% if 'bad' in m.content %}{{ raise_exception('no such words') }}{% endif %}"
+        "{{ m.content }}{% endfor %}",
+    )
+    with (tmp_path / "train.jsonl").open("a") as file:
+        file.write(json.dumps({"turns": ["a bad word"]}) + "\n")
+    error = refused(capsys, workplace)
+    assert "train.jsonl:9" in error
+    assert "no such words" in error
+
+
+@pytest.mark.parametrize("dry", [True, False])
+def test_a_sweep_looks_at_all_jobs_before_the_first(capsys, monkeypatch, workplace, tmp_path, dry):
+    """The taps of the second job lie beyond a target that has 7 layers."""
+    before = sorted(tmp_path.rglob("*"))
+    error = refused(capsys, ["-m", *workplace, "drafter.taps=[1,2,3],[1,2,99]"], "fit", dry)
+    assert "99 lies beyond the last layer" in error
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("mode", [None, "offline"])
+def test_wandb_that_does_not_answer_is_noticed_before_any_work(capsys, monkeypatch, workplace, tmp_path, mode):
+    """With the client of Weights & Biases as it is without login."""
+    package = tmp_path / "packages/wandb"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(
+        "class Api:\n    def __init__(self, timeout):\n        raise RuntimeError('api_key not configured')\n"
+    )
+    monkeypatch.syspath_prepend(package.parent)
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    arguments = [*workplace, "logger.trackers=[wandb]"]
+    if mode is None:
+        assert "api_key not configured" in refused(capsys, arguments)
+        return
+    monkeypatch.setenv("WANDB_MODE", mode)
+    assert cli.main(["run", *arguments, "--dry-run"]) == 0, capsys.readouterr().err
