@@ -109,9 +109,14 @@ def swept(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def sweep_jobs(overrides: Sequence[str]) -> list[SpectrainConfig]:
-    """The configuration of every job of a sweep that is a plain product; none if another sweeper chooses the values."""
-    _, parsed = read_overrides(overrides)
-    return _compose_all(parsed, product(parsed))
+    """The configuration of every job of a sweep that is a plain product, with the ``run.dir`` that it will get; none if
+    another sweeper chooses the values.
+    """
+    lines, parsed = read_overrides(overrides)
+    users = [line for line in lines if line.startswith("hydra.")]
+    settings = [*_sweep_settings(parsed, None), *users]
+    jobs = [[*job, *settings, f"hydra.job.num={number}"] for number, job in enumerate(product(parsed))]
+    return _compose_all(parsed, jobs, _job_values)
 
 
 def multirun(overrides: Sequence[str], job: Callable[[DictConfig], float | None], scratch: Path | None = None) -> None:
@@ -134,6 +139,13 @@ def sweep_config(composed: DictConfig) -> SpectrainConfig:
     values = _plain(composed)
     values["run"]["dir"] = str(Path(values["run"]["dir"]) / str(HydraConfig.get().sweep.subdir))
     return build(values)
+
+
+def _job_values(composed: DictConfig) -> dict[str, Any]:
+    """As ``sweep_config``, before there are jobs: ``composed`` holds what Hydra would know inside the job."""
+    values = _plain(composed)
+    values["run"]["dir"] = str(Path(values["run"]["dir"]) / str(composed.hydra.sweep.subdir))
+    return values
 
 
 def sweep_overrides() -> list[str]:
@@ -197,16 +209,22 @@ def _sweep_settings(parsed: Sequence[Override], scratch: Path | None) -> list[st
 # --- composition ---------------------------------------------------------------------------------------------------
 
 
-def _compose_all(parsed: Sequence[Override], jobs: Sequence[list[str]]) -> list[SpectrainConfig]:
-    """One configuration for each list of overrides, on the same base."""
+def _compose_all(
+    parsed: Sequence[Override],
+    jobs: Sequence[list[str]],
+    values_of: Callable[[DictConfig], dict[str, Any]] | None = None,
+) -> list[SpectrainConfig]:
+    """One configuration for each list of overrides, on the same base. ``values_of`` reads what was composed, with
+    Hydra's own settings.
+    """
     files = _group_files(parsed)
     with one_line():
         _register(parsed)
         GlobalHydra.instance().clear()
         with hydra.initialize_config_dir(config_dir=_first_root(), job_name=_APP, version_base=_HYDRA_VERSION):
-            composed = [hydra.compose(_PRIMARY, overrides=job) for job in jobs]
+            composed = [hydra.compose(_PRIMARY, job, return_hydra_config=values_of is not None) for job in jobs]
     try:
-        return [build(_plain(config)) for config in composed]
+        return [build((values_of or _plain)(config)) for config in composed]
     except ConfigError as error:
         where = set_in(str(error), files, set_keys(parsed))
         raise (ConfigError(f"{error}{where}") if where else error) from error

@@ -11,11 +11,13 @@ import os
 from typing import TYPE_CHECKING
 
 from spectrain.errors import ConfigError, InputError
+from spectrain.files import digest_strings
 
 if TYPE_CHECKING:
     from spectrain.stages.context import Context
 
 _PARAMETER_BYTES = 12  # weight, gradient and one moment in float32: the least that training takes
+_CHECKED: set[str] = set()  # prompts that were found right: the jobs of a sweep ask the same ones
 _OWN_LOOP = ("eager", "sdpa")  # attention that takes the masks of rows of different lengths
 
 
@@ -56,8 +58,12 @@ def _check_prompts(context: Context) -> None:
         conversations = [*context.prompts.train, *context.prompts.heldout]
         asked = zip(conversations, context.splits.items(), strict=True)
         todo = [(conversation, split, key) for conversation, (key, split) in asked if key not in stored]
-        turns = Turns(Dialogue, context.template, context.eos_ids, context.sampling, longest)
-        turns.prepare([(c, split) for c, split, _ in todo], [key for _, _, key in todo], quiet=True)
+        keys = [key for _, _, key in todo]
+        asked_for = digest_strings([context.template.digest, longest, keys])
+        if asked_for not in _CHECKED:
+            turns = Turns(Dialogue, context.template, context.eos_ids, context.sampling, longest)
+            turns.prepare([(c, split) for c, split, _ in todo], keys, quiet=True)
+            _CHECKED.add(asked_for)
     if command.measures:
         for conversation in suite_prompts(context):
             answer_limit(context, conversation, context.template.first_prompt_ids(conversation))
@@ -129,7 +135,7 @@ def check_trackers_answer(context: Context) -> None:
         return
     if os.environ.get("WANDB_MODE", "online") not in ("online", "run", "shared"):
         return
-    import wandb
+    import wandb  # type: ignore[import-not-found,unused-ignore]
 
     try:
         _ = wandb.Api(timeout=10).viewer

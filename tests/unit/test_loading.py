@@ -159,7 +159,7 @@ def test_given_keys_are_those_of_the_command_line():
         "drafter.autoregressive={step_decay: 1}",
     ]
     assert given_keys(overrides) == {"trainer.epochs", "engine.args.max_model_len", "drafter.autoregressive.step_decay"}
-    assert given_keys(["engine.args={a: 1}", "+trainer.seed=1", "hydra.verbose=true"]) == {
+    assert given_keys(["engine.args={a: 1}", "++trainer.seed=1", "hydra.verbose=true"]) == {
         "engine.args",
         "trainer.seed",
     }

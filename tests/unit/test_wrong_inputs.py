@@ -192,8 +192,9 @@ TEMPLATES = {
 
 @pytest.mark.parametrize("kind", TEMPLATES)
 def test_a_template_that_cannot_be_rendered(capsys, monkeypatch, workplace, tmp_path, kind):
-    monkeypatch.setattr("spectrain.data.chat.RENDER_S", 0.5)
     content, message = TEMPLATES[kind]
+    if message == "did not end":
+        monkeypatch.setattr("spectrain.data.chat.RENDER_S", 0.5)
     write(tmp_path / "target/chat_template.jinja", content)
     assert message in refused(capsys, workplace)
 
