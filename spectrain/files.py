@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from spectrain.errors import InputError, SpectrainError
+from spectrain.errors import InputError, RunError, SpectrainError
 
 MOST_BYTES = 1 << 27  # of a file that is read whole: the largest tokenizers have a quarter of that
 
@@ -27,6 +27,7 @@ def replacing(path: Path) -> Iterator[Path]:
     After a crash ``path`` is the old file or the new one, whole and on disk; a kill in between leaves
     ``.NAME.partial`` beside it.
     """
+    check_guarded(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     partial.unlink(missing_ok=True)
@@ -63,6 +64,7 @@ def replace_folder(folder: Path, fill: Callable[[Path], None]) -> None:
     There is no portable way to exchange two folders in one step, so the old one is moved aside first: after a kill
     between the two renames ``recover_folder`` puts it back.
     """
+    check_guarded(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     fresh, old = _aside(folder, "new"), _aside(folder, "old")
     recover_folder(folder)
@@ -95,6 +97,34 @@ def recover_folder(folder: Path) -> None:
 
 def _aside(folder: Path, kind: str) -> Path:
     return folder.with_name(f".{folder.name}.{kind}")
+
+
+_GUARDED: dict[Path, int] = {}  # folder -> its inode
+
+
+@contextmanager
+def guarded(folder: Path) -> Iterator[None]:
+    """Inside, nothing is written into a folder that takes the place of this one: who removes or renames a folder that
+    is being worked in does not get half of it back under its old name. RunError says so.
+    """
+    folder = folder.absolute()
+    _GUARDED[folder] = folder.stat().st_ino
+    try:
+        yield
+    except OSError as error:
+        check_guarded(folder / "any")
+        raise error
+    finally:
+        del _GUARDED[folder]
+
+
+def check_guarded(path: Path) -> None:
+    """RunError if ``path`` would lie in a folder that was removed or renamed since it is guarded."""
+    for folder, inode in _GUARDED.items():
+        if folder in path.absolute().parents and not (folder.exists() and folder.stat().st_ino == inode):
+            raise RunError(
+                f"{folder} was removed or renamed while it was worked in: put it back, and the same command continues"
+            )
 
 
 def sync(path: Path) -> None:

@@ -45,6 +45,7 @@ from spectrain.config.overrides import (
 )
 from spectrain.config.schema import SpectrainConfig
 from spectrain.errors import ConfigError, InputError
+from spectrain.files import read_text
 
 # What a group means when nobody says otherwise. None: nothing is added to the defaults.
 GROUPS: dict[str, str | None] = {
@@ -302,9 +303,9 @@ def _base_values(parsed: Sequence[Override]) -> dict[str, Any]:
     if file is None:
         return {}
     try:
-        values = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{file} cannot be read ({error}): delete the file, or name a recipe") from error
+        values = yaml.safe_load(read_text(file))
+    except (InputError, ValueError, RecursionError) as error:
+        raise InputError(f"{error}: delete {file}, or name a recipe") from error
     if not isinstance(values, dict):
         raise InputError(f"{file} is not a configuration: delete the file, or name a recipe")
     values.pop("run", None)

@@ -29,7 +29,7 @@ from typing import Any
 
 from spectrain.console import say
 from spectrain.errors import InputError, RunError
-from spectrain.files import recover_folder, write_atomically
+from spectrain.files import guarded, recover_folder, write_atomically
 
 SCHEMA_VERSION = 1
 _MANIFEST, _LOCK = "manifest.json", ".lock"
@@ -275,7 +275,8 @@ class RunDir:
             os.write(descriptor, f"{os.getpid()}\n".encode())
             self._locked = True
             recover_folder(self.drafter)
-            yield
+            with guarded(self.path):
+                yield
         finally:
             self._locked = False
             os.close(descriptor)

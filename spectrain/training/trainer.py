@@ -30,7 +30,7 @@ from spectrain.decoding.confidence import Calibration, error_per_position
 from spectrain.drafters.drafter import Drafter
 from spectrain.drafters.drafter_folder import save_drafter
 from spectrain.errors import RunError
-from spectrain.files import plain, write_atomically
+from spectrain.files import check_guarded, plain, write_atomically
 from spectrain.training.calibrate import calibrate_folder
 from spectrain.training.checkpointing import load_checkpoint, save_checkpoint
 from spectrain.training.optim import build_optimizers, lr_factor, set_learning_rates
@@ -325,6 +325,7 @@ class Trainer:
 
     def _log(self, step: int, values: dict[str, Any]) -> None:
         if self.accelerator.is_main_process:
+            check_guarded(self.paths.metrics)
             self.paths.metrics.parent.mkdir(parents=True, exist_ok=True)
             with self.paths.metrics.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(plain({"step": step, **values})) + "\n")

@@ -256,7 +256,7 @@ def test_all_jobs_are_known_before_the_first_starts():
 def test_a_stored_configuration_that_is_no_text_is_named(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/config.yaml").write_bytes(b"\xff\xfe")
-    with pytest.raises(InputError, match=r"run/config\.yaml cannot be read"):
+    with pytest.raises(InputError, match=r"run/config\.yaml is not UTF-8"):
         compose(["run.dir=run"])
 
 

@@ -12,6 +12,8 @@ import pytest
 from tiny import tiny_target
 
 from spectrain import cli
+from spectrain.data.responses import ResponseStore
+from spectrain.training.trainer import Trainer
 
 LONGEST_S = 60  # until a test that hangs is ended; nothing here takes a second
 
@@ -390,3 +392,51 @@ def test_wandb_that_does_not_answer_is_noticed_before_any_work(capsys, monkeypat
         return
     monkeypatch.setenv("WANDB_MODE", mode)
     assert cli.main(["run", *arguments, "--dry-run"]) == 0, capsys.readouterr().err
+
+
+# --- other files that are read -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [kind for kind in BROKEN if kind != "too large"])
+def test_a_drafters_configuration_that_is_no_json_object(capsys, workplace, tmp_path, kind):
+    (tmp_path / "drafter").mkdir()
+    write(tmp_path / "drafter/config.json", BROKEN[kind])
+    write(tmp_path / "drafter/model.safetensors", "")
+    assert "drafter/config.json" in refused(capsys, [*workplace, "drafter.path=drafter"], "fit")
+    code = cli.main(["serve", "drafter.path=drafter", "target.path=target", "--print"])
+    error = capsys.readouterr().err
+    assert (code, error.count("\n")) == (2, 1)
+    assert "drafter/config.json" in error
+
+
+@pytest.mark.parametrize("name", ["train.jsonl", "heldout.jsonl"])
+def test_a_prompt_file_that_never_ends(capsys, workplace, tmp_path, name):
+    path = tmp_path / name
+    path.unlink()
+    os.mkfifo(path)
+    assert name in refused(capsys, workplace)
+
+
+# --- a run directory that goes away --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["renamed", "removed", "replaced"])
+@pytest.mark.parametrize(("owner", "name"), [(ResponseStore, "append"), (Trainer, "_step")], ids=["generate", "fit"])
+def test_a_run_directory_that_goes_away_is_not_made_anew(capsys, monkeypatch, workplace, tmp_path, how, owner, name):
+    original = getattr(owner, name)
+
+    def after_it_went_away(*arguments):
+        if (tmp_path / "run").exists() and not (tmp_path / "moved").exists():
+            (tmp_path / "run").rename(tmp_path / "moved")
+            if how == "removed":
+                shutil.rmtree(tmp_path / "moved")
+            elif how == "replaced":
+                (tmp_path / "run").mkdir()
+        return original(*arguments)
+
+    monkeypatch.setattr(owner, name, after_it_went_away)
+    code = cli.main(["fit", *workplace, "drafter.init=random"])
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert (code, error.startswith("error: ")) == (1, True)
+    assert f"{tmp_path / 'run'} was removed or renamed" in error
+    assert not (tmp_path / "run").exists() or list((tmp_path / "run").iterdir()) == []
