@@ -26,6 +26,8 @@ class LossConfig(Section, name="drafter.loss"):
         help="coefficient of each loss term: ce, kl, tv, lk, or one that was added to drafters/losses/reference.py; "
         "the default suits temperatures 0 to 1, ce alone 0, tv alone 1; a term that is not named keeps its coefficient",
         example="{ce: 0.0, tv: 0.0, kl: 1.0}",
+        at_least=0,
+        at_most=_COEFFICIENT,
     )
     implementation: Literal["fused", "reference"] = key(
         "fused",
@@ -33,9 +35,6 @@ class LossConfig(Section, name="drafter.loss"):
     )
 
     def _check(self) -> None:
-        for name, weight in self.weights.items():
-            require(weight >= 0, f"drafter.loss.weights.{name}={weight} must be 0 or more")
-            require(weight <= _COEFFICIENT, f"drafter.loss.weights.{name}={weight} must be at most {_COEFFICIENT:g}")
         require(sum(self.weights.values()) > 0, "drafter.loss.weights are all zero: nothing would be trained")
 
 

@@ -77,6 +77,16 @@ def test_every_key_has_help(key):
         assert "null" in help_of(key)
 
 
+NUMBERS = [key for key, kind in all_keys().items() if {int, float} & {kind, *get_args(kind)}]
+
+
+@pytest.mark.parametrize("key", NUMBERS)
+def test_every_number_has_a_bound_above(key):
+    """What lies beyond is a slip, and would be met after hours, or by allocating without end."""
+    section, _, name = key.rpartition(".")
+    assert {"at_most", "below"} & sections()[section].__dataclass_fields__[name].metadata.keys()
+
+
 @pytest.mark.parametrize("section", sections())
 def test_every_section_says_what_it_is_for(section):
     assert sections()[section].__doc__

@@ -139,6 +139,7 @@ WRONG_FIELDS = [
     ("config.json", "layer_types", 3),
     ("config.json", "layer_types", ["full_attention"]),
     ("config.json", "text_config", 3),
+    ("config.json", "text_config", {"num_hidden_layers": 10**9}),
     ("config.json", "model_type", 7),
     ("config.json", "model_type", "nonesuch"),
     ("config.json", "model_type", "opt"),
