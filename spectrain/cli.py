@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -22,7 +21,7 @@ from typing import Any, NoReturn
 from spectrain.config.commands import COMMANDS, SWITCHES, Command, known
 from spectrain.config.overrides import suggest
 from spectrain.config.schema import SpectrainConfig
-from spectrain.console import say, stdout
+from spectrain.console import say, say_traceback, stdout
 from spectrain.errors import ConfigError, RunError, SpectrainError
 from spectrain.files import full_disk
 
@@ -117,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _dispatch(parse(arguments))
     except SpectrainError as error:
         if debug:
-            traceback.print_exc()
+            say_traceback()
         say("error: " + " ".join(str(error).split()))
         return error.exit_code
     except KeyboardInterrupt:
@@ -125,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     except Exception as error:
         if debug:
-            traceback.print_exc()
+            say_traceback()
         full = full_disk(error)  # of a library's writing: ours say it by themselves
         if full:
             say(f"error: {full}")
@@ -218,30 +217,43 @@ class SweepJob:
 
 def _multirun(line: CommandLine, command: Command) -> None:
     from spectrain.config.loading import given_keys, multirun, sweep_jobs
-    from spectrain.stages.checks import check_config
+    from spectrain.stages.checks import check_config, prepare
 
-    for config in sweep_jobs(line.overrides):  # a mistake in the last job must not wait for the first ones
-        check_config(config, command, given_keys(line.overrides))
+    # A mistake in the last job must not wait for the first ones.
+    jobs, given = sweep_jobs(line.overrides), given_keys(line.overrides)
+    for config in jobs:
+        check_config(config, command, given)
+    shared = _shared_data(line, command)
+    data_dir = None if shared is None else Path(shared.run.dir)
+    for config in jobs:
+        prepare(config, command, data_dir, fetch=False, given=given)
+    if shared is not None and command.trains and not line.dry_run:
+        execute(COMMANDS["capture"], shared, given=_fixed_keys(line))
     with tempfile.TemporaryDirectory() as scratch:
-        job = SweepJob(command.name, line.dry_run, _shared_data_dir(line, command))
+        job = SweepJob(command.name, line.dry_run, data_dir)
         multirun(line.overrides, job, Path(scratch) if line.dry_run else None)
 
 
-def _shared_data_dir(line: CommandLine, command: Command) -> Path | None:
-    """The run directory that all jobs of a sweep read from: the one they lie in. None if they differ in their data.
+def _shared_data(line: CommandLine, command: Command) -> SpectrainConfig | None:
+    """The configuration whose run directory all jobs of a sweep read from: the one they lie in. None if they differ in
+    their data.
 
     Responses and hidden states are made there first, once, so that a sweep over a learning rate runs the target no more
     often than one run.
     """
-    from spectrain.config.loading import compose, given_keys, swept
+    from spectrain.config.loading import compose, swept
 
     keys, fixed = swept(line.overrides)
     if not (command.trains or command.needs_drafter) or any(_changes_data(key, command) for key in keys):
         return None
-    config = compose(fixed)
-    if command.trains and not line.dry_run:
-        execute(COMMANDS["capture"], config, given=given_keys(fixed))
-    return Path(config.run.dir)
+    return compose(fixed)
+
+
+def _fixed_keys(line: CommandLine) -> frozenset[str]:
+    """Keys that the command line sets to the same value in all jobs."""
+    from spectrain.config.loading import given_keys, swept
+
+    return given_keys(swept(line.overrides)[1])
 
 
 def _changes_data(key: str, command: Command) -> bool:

@@ -1,5 +1,8 @@
 """The terminal: one console, and progress bars that show rate and ETA.
 
+Names, templates and answers come from anybody, so nothing that is printed reaches the terminal as a control sequence:
+the consoles here write such characters as escapes (``\\x1b``).
+
 Progress goes to stderr so that stdout stays clean for results. Without a terminal (a log file, CI) a line is printed
 every ``PLAIN_EVERY_S`` seconds instead of a moving bar.
 """
@@ -7,16 +10,51 @@ every ``PLAIN_EVERY_S`` seconds instead of a moving bar.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+import traceback
+import unicodedata
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
+from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.segment import Segment
 from rich.text import Text
 
-console = Console(stderr=True, highlight=False)
-stdout = Console(highlight=False)
+# They reorder what follows them, the end of a message included.
+_DIRECTIONS = frozenset("\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+
+
+def printable(text: str) -> str:
+    """Escapes instead of characters that control a terminal or the direction of writing; line feeds and tabs as they
+    are.
+    """
+    if text.isascii() and text.replace("\n", "").replace("\t", "").isprintable():
+        return text
+    return "".join(ascii(letter)[1:-1] if _controls(letter) else letter for letter in text)
+
+
+def _controls(letter: str) -> bool:
+    return letter not in "\n\t" and (unicodedata.category(letter) in ("Cc", "Cs") or letter in _DIRECTIONS)
+
+
+class SafeConsole(Console):
+    """Prints no control character of a text as it is, wherever the text comes from."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Before anything is laid out, so that columns are as wide as what they show."""
+        return super().render_str(printable(text), **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Whatever was not a plain text; rich's own control sequences are segments of their own kind."""
+        for segment in super().render(renderable, options):
+            safe = segment.text if segment.control else printable(segment.text)
+            yield segment if safe == segment.text else Segment(safe, segment.style)
+
+
+console = SafeConsole(stderr=True, highlight=False)
+stdout = SafeConsole(highlight=False)
 
 PLAIN_EVERY_S = 10.0
 
@@ -24,6 +62,11 @@ PLAIN_EVERY_S = 10.0
 def say(message: str) -> None:
     """One line for the user."""
     console.print(message, markup=False, soft_wrap=True)
+
+
+def say_traceback() -> None:
+    """The traceback of the error that is being handled."""
+    say(traceback.format_exc().rstrip())
 
 
 class _Rate(ProgressColumn):

@@ -44,6 +44,7 @@ def replacing(path: Path, what: str = "", size_bytes: int | None = None) -> Iter
 
     Raises RunError if it cannot be written.
     """
+    check_guarded(path)
     partial = path.with_name(f".{path.name}.partial")
     with writing(path, what, size_bytes):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -182,6 +183,7 @@ def replace_folder(folder: Path, fill: Callable[[Path], None], what: str = "", s
     There is no portable way to exchange two folders in one step, so the old one is moved aside first: after a kill
     between the two renames ``recover_folder`` puts it back.
     """
+    check_guarded(folder)
     fresh, old = _aside(folder, "new"), _aside(folder, "old")
     with writing(folder, what, size_bytes):
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -234,6 +236,34 @@ def remove(path: Path) -> None:
 
 def _aside(folder: Path, kind: str) -> Path:
     return folder.with_name(f".{folder.name}.{kind}")
+
+
+_GUARDED: dict[Path, int] = {}  # folder -> its inode
+
+
+@contextmanager
+def guarded(folder: Path) -> Iterator[None]:
+    """Inside, nothing is written into a folder that takes the place of this one: who removes or renames a folder that
+    is being worked in does not get half of it back under its old name. RunError says so.
+    """
+    folder = folder.absolute()
+    _GUARDED[folder] = folder.stat().st_ino
+    try:
+        yield
+    except OSError as error:
+        check_guarded(folder / "any")
+        raise error
+    finally:
+        del _GUARDED[folder]
+
+
+def check_guarded(path: Path) -> None:
+    """RunError if ``path`` would lie in a folder that was removed or renamed since it is guarded."""
+    for folder, inode in _GUARDED.items():
+        if folder in path.absolute().parents and not (folder.exists() and folder.stat().st_ino == inode):
+            raise RunError(
+                f"{folder} was removed or renamed while it was worked in: put it back, and the same command continues"
+            )
 
 
 def sync(path: Path) -> None:

@@ -12,6 +12,10 @@ from typing import Any, Literal
 
 from spectrain.config.keys import Section, key, require
 
+# Beyond what any drafter has; what a machine can hold, stages/checks.py asks.
+_WIDTH, _VOCABULARY = 1 << 16, 1 << 24
+_COEFFICIENT = 1e6
+
 
 @dataclass(frozen=True)
 class LossConfig(Section, name="drafter.loss"):
@@ -22,6 +26,8 @@ class LossConfig(Section, name="drafter.loss"):
         help="coefficient of each loss term: ce, kl, tv, lk, or one that was added to drafters/losses/reference.py; "
         "the default suits temperatures 0 to 1, ce alone 0, tv alone 1; a term that is not named keeps its coefficient",
         example="{ce: 0.0, tv: 0.0, kl: 1.0}",
+        at_least=0,
+        at_most=_COEFFICIENT,
     )
     implementation: Literal["fused", "reference"] = key(
         "fused",
@@ -29,8 +35,6 @@ class LossConfig(Section, name="drafter.loss"):
     )
 
     def _check(self) -> None:
-        for name, weight in self.weights.items():
-            require(weight >= 0, f"drafter.loss.weights.{name}={weight} must be 0 or more")
         require(sum(self.weights.values()) > 0, "drafter.loss.weights are all zero: nothing would be trained")
 
 
@@ -38,7 +42,9 @@ class LossConfig(Section, name="drafter.loss"):
 class AutoregressiveConfig(Section, name="drafter.autoregressive"):
     """What all autoregressive drafters have (eagle3)."""
 
-    ttt_steps: int = key(3, "training-time-test steps: how many draft steps are unrolled in training", at_least=1)
+    ttt_steps: int = key(
+        3, "training-time-test steps: how many draft steps are unrolled in training", at_least=1, at_most=64
+    )
     step_decay: float = key(0.8, "weight of step k in the loss is step_decay ** k", above=0, at_most=1)
 
 
@@ -56,18 +62,24 @@ class Eagle3Config(Section, name="drafter.eagle3"):
 class BlockConfig(Section, name="drafter.block"):
     """What all block drafters have (dflash, dspark, dflash2)."""
 
-    block_size: int = key(8, "slots of a block, the anchor's included", at_least=2)
+    block_size: int = key(8, "slots of a block, the anchor's included", at_least=2, at_most=1024)
     mask_token_id: int | None = key(
         None,
         "token whose embedding stands for what is not known yet; null: one that the training text never uses",
         at_least=0,
+        at_most=_VOCABULARY,
     )
-    sliding_window: int | None = key(None, "tokens that a slot sees, itself included; null: all", at_least=1)
+    sliding_window: int | None = key(
+        None, "tokens that a slot sees, itself included; null: all", at_least=1, at_most=1 << 24
+    )
     causal: bool = key(True, "with a sliding window: a slot sees no later slots of its block")
     anchors: int = key(
-        128, "blocks trained in a packed sequence of trainer.packed_length tokens, if it has so many", at_least=1
+        128,
+        "blocks trained in a packed sequence of trainer.packed_length tokens, if it has so many",
+        at_least=1,
+        at_most=1 << 20,
     )
-    decay: float = key(4.0, "slot j weighs exp(-j / decay), j = 0 for the first that drafts", above=0)
+    decay: float = key(4.0, "slot j weighs exp(-j / decay), j = 0 for the first that drafts", above=0, at_most=1e6)
     d_pace: bool = key(False, "weigh slots by how often drafting gets so far and goes on, instead of by decay")
     d_pace_smoothing: float = key(
         0.5,
@@ -89,11 +101,11 @@ class DSparkConfig(Section, name="drafter.dspark"):
     markov: Literal["vanilla", "gated", "rnn", "none"] = key(
         "vanilla", "sequential head that knows the token before; vLLM serves vanilla alone"
     )
-    markov_rank: int = key(256, "rank of that head", at_least=1)
+    markov_rank: int = key(256, "rank of that head", at_least=1, at_most=_WIDTH)
     confidence: bool = key(True, "a head that estimates the chance that each draft is accepted")
     confidence_with_markov: bool = key(True, "it reads the token before, too")
     confidence_detach: bool = key(True, "its loss trains the head alone, not the layers below")
-    confidence_weight: float = key(1.0, "coefficient of its loss", at_least=0)
+    confidence_weight: float = key(1.0, "coefficient of its loss", at_least=0, at_most=_COEFFICIENT)
 
     def _check(self) -> None:
         _refuse_idle(self, "markov", "none", ("markov_rank",))
@@ -104,12 +116,15 @@ class DSparkConfig(Section, name="drafter.dspark"):
 class DFlash2Config(Section, name="drafter.dflash2"):
     """What only DFlash2 has."""
 
-    conv_kernel_size: int = key(4, "slots that a convolution mixes", at_least=1)
+    conv_kernel_size: int = key(4, "slots that a convolution mixes", at_least=1, at_most=1024)
     conv_group_size: int | None = key(
-        None, "channels that share a dynamic coefficient; null: 64, or what divides the width", at_least=1
+        None,
+        "channels that share a dynamic coefficient; null: 64, or what divides the width",
+        at_least=1,
+        at_most=_WIDTH,
     )
-    selector_rank: int = key(64, "rank of the candidate selector's codebooks", at_least=1)
-    selector_top_k: int = key(16, "candidates of a slot", at_least=1)
+    selector_rank: int = key(64, "rank of the candidate selector's codebooks", at_least=1, at_most=_WIDTH)
+    selector_top_k: int = key(16, "candidates of a slot", at_least=1, at_most=_WIDTH)
 
 
 @dataclass(frozen=True)
@@ -135,19 +150,25 @@ class DrafterConfig(Section, name="drafter"):
         "auxiliary hidden-state layers: the residual stream after so many layers of the target, which the drafter "
         "reads; null: the kind's default (eagle3: 2, N//2, N-3; block drafters: five, evenly spread)",
         at_least=0,
+        at_most=10_000,
     )
     layer_type: Literal["llama", "qwen3"] | None = key(
         None, "style of its decoder layers (qwen3: with norms on q and k); null: the target's, for block drafters qwen3"
     )
-    num_layers: int = key(1, "its decoder layers", at_least=1)
-    intermediate_size: int | None = key(None, "width of its MLP; null: the target's", at_least=1)
-    num_attention_heads: int | None = key(None, "its attention heads; null: as many as the target has", at_least=1)
-    num_key_value_heads: int | None = key(None, "its key-value heads; null: as many as the target has", at_least=1)
-    head_dim: int | None = key(None, "size of a head; null: the target's", at_least=1)
+    num_layers: int = key(1, "its decoder layers", at_least=1, at_most=128)
+    intermediate_size: int | None = key(None, "width of its MLP; null: the target's", at_least=1, at_most=1 << 20)
+    num_attention_heads: int | None = key(
+        None, "its attention heads; null: as many as the target has", at_least=1, at_most=_WIDTH
+    )
+    num_key_value_heads: int | None = key(
+        None, "its key-value heads; null: as many as the target has", at_least=1, at_most=_WIDTH
+    )
+    head_dim: int | None = key(None, "size of a head; null: the target's", at_least=1, at_most=_WIDTH)
     draft_vocab_size: int | None = key(
         None,
         "tokens it can draft, the target's most frequent ones on the training text; null: the whole vocabulary",
         at_least=1,
+        at_most=_VOCABULARY,
     )
     attention: Literal["auto", "eager", "sdpa", "flex"] = key(
         "auto", "attention kernels of training; auto: eager on a CPU, flex on a GPU"

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from spectrain.config.keys import Section, key, require
+from spectrain.errors import ConfigError
+
+_DEVICES = 4096
+_LONGEST_S = 1e7  # four months
 
 
 @dataclass(frozen=True)
@@ -16,13 +21,19 @@ class EngineConfig(Section, name="engine"):
         "hf",
         "hf: transformers, in this process; vllm: vLLM on this machine; vllm_server: one or many vLLM servers",
     )
-    batch_size: int = key(16, "hf: conversations decoded together", at_least=1)
-    capture_tokens: int = key(2048, "hf: tokens of a padding-free batch of capture", at_least=1)
-    tensor_parallel_size: int = key(1, "vLLM: devices that each layer is split over", at_least=1)
-    pipeline_parallel_size: int = key(1, "vLLM: groups of devices that the layers are shared out to", at_least=1)
-    data_parallel_size: int = key(1, "vLLM: copies of the target that share the requests", at_least=1)
+    batch_size: int = key(16, "hf: conversations decoded together", at_least=1, at_most=1 << 16)
+    capture_tokens: int = key(2048, "hf: tokens of a padding-free batch of capture", at_least=1, at_most=1 << 24)
+    tensor_parallel_size: int = key(1, "vLLM: devices that each layer is split over", at_least=1, at_most=_DEVICES)
+    pipeline_parallel_size: int = key(
+        1, "vLLM: groups of devices that the layers are shared out to", at_least=1, at_most=_DEVICES
+    )
+    data_parallel_size: int = key(1, "vLLM: copies of the target that share the requests", at_least=1, at_most=_DEVICES)
     max_num_seqs: int | None = key(
-        None, "vLLM: requests that run together; null: vLLM's own default", at_least=1, example="128"
+        None,
+        "vLLM: requests that run together; null: vLLM's own default",
+        at_least=1,
+        example="128",
+        at_most=1 << 20,
     )
     gpu_memory_utilization: float | None = key(
         None,
@@ -59,22 +70,37 @@ class EngineConfig(Section, name="engine"):
         "vllm_server: servers that are running already; none: replicas are started, and stopped at the end",
         example="[http://node1:8000]",
     )
-    replicas: int = key(1, "vllm_server: servers to start", at_least=1)
+    replicas: int = key(1, "vllm_server: servers to start", at_least=1, at_most=_DEVICES)
     devices: tuple[str, ...] = key(
         (), "vllm_server: devices of each replica; none: all replicas see the same", example='["0,1"]'
     )
-    concurrency: int = key(64, "vllm_server: requests under way at each server", at_least=1)
+    concurrency: int = key(64, "vllm_server: requests under way at each server", at_least=1, at_most=1 << 16)
     retries: int = key(
-        4, "vllm_server: times that a request is tried again before its server counts as dead", at_least=0
+        4,
+        "vllm_server: times that a request is tried again before its server counts as dead",
+        at_least=0,
+        at_most=1000,
     )
-    startup_timeout_s: float = key(900.0, "vLLM: seconds that a server may take to start", above=0)
-    request_timeout_s: float = key(600.0, "vLLM: seconds that a request may take", above=0)
+    startup_timeout_s: float = key(900.0, "vLLM: seconds that a server may take to start", above=0, at_most=_LONGEST_S)
+    request_timeout_s: float = key(600.0, "vLLM: seconds that a request may take", above=0, at_most=_LONGEST_S)
 
     def _check(self) -> None:
         for url in self.urls:
-            require(url.startswith(("http://", "https://")), f"engine.urls: {url} must begin with http:// or https://")
+            _check_url(url)
         require(
             not self.devices or len(self.devices) == self.replicas,
             f"engine.devices names {len(self.devices)} sets of devices for engine.replicas={self.replicas}: name one "
             f"for each",
         )
+
+
+def _check_url(url: str) -> None:
+    """The address of a server: scheme, host, perhaps a port and a path."""
+    require(url.startswith(("http://", "https://")), f"engine.urls: {url} must begin with http:// or https://")
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError as error:  # of a port that is no number, of brackets that are not closed
+        raise ConfigError(f"engine.urls: {url} is no address ({error}): write http://HOST:PORT") from error
+    plain = url.isprintable() and " " not in url and not parts.query and not parts.fragment
+    require(host and port != 0 and plain, f"engine.urls: {url} is no address: write http://HOST:PORT")

@@ -28,6 +28,9 @@ _BOUNDS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
     "at_most": ("at most", operator.le),
     "below": ("less than", operator.lt),
 }
+# Of whole numbers that only choose or end something, and cost nothing by being large.
+ANY_COUNT = 1 << 31
+FILE_NAME_BYTES = 100  # of a text that becomes part of a file's name: what is put around it has room in the usual 255
 _TYPES: dict[Any, tuple[str, str]] = {  # type -> what one value is called, and several
     int: ("a whole number", "whole numbers"),
     float: ("a number", "numbers"),
@@ -43,6 +46,7 @@ def key(
     *,
     make: Any = dataclasses.MISSING,
     example: str = "",
+    most_bytes: int | None = None,
     **bounds: float,
 ) -> Any:
     """A key of a section.
@@ -51,11 +55,15 @@ def key(
         help: what it means, with its unit, and what null means where it may be null.
         make: makes the default (for lists and sections).
         example: a value to show in the help, where the one that is made up from the type would say little.
-        bounds: at_least, above, at_most, below; ``None``, where the type allows it, satisfies them all.
+        most_bytes: of a text.
+        bounds: at_least, above, at_most, below; ``None``, where the type allows it, satisfies them all. Every
+            number has one above: what lies beyond is a slip, which would be met after hours or by allocating.
     """
     assert bounds.keys() <= _BOUNDS.keys()
     return dataclasses.field(
-        default=default, default_factory=make, metadata={"help": help, "example": example, **bounds}
+        default=default,
+        default_factory=make,
+        metadata={"help": help, "example": example, "most_bytes": most_bytes, **bounds},
     )
 
 
@@ -139,11 +147,17 @@ def _several(kind: Any) -> str:
 
 def describe_bounds(bounds: Mapping[str, Any]) -> str:
     """``at least 0, less than 1``; empty where there are none."""
-    return ", ".join(f"{text} {_number(bounds[word])}" for word, (text, _) in _BOUNDS.items() if word in bounds)
+    texts = [f"{text} {_number(bounds[word])}" for word, (text, _) in _BOUNDS.items() if word in bounds]
+    most = bounds.get("most_bytes")
+    return ", ".join([*texts, *([f"at most {most} bytes"] if most else [])])
 
 
 def check_value(name: str, value: Any, kind: Any, bounds: Mapping[str, Any]) -> None:
     """ConfigError that names the key unless the value is one of its options and within its bounds."""
+    if isinstance(value, Mapping):
+        for word, entry in value.items():
+            check_value(f"{name}.{word}", entry, typing.get_args(kind)[1], bounds)
+        return
     entries = value if isinstance(value, tuple) else (value,)
     allowed = options(kind)
     for entry in entries if allowed else ():
@@ -151,6 +165,10 @@ def check_value(name: str, value: Any, kind: Any, bounds: Mapping[str, Any]) -> 
     for word, (text, holds) in _BOUNDS.items():
         for entry in entries if word in bounds and value is not None else ():
             require(holds(entry, bounds[word]), f"{name}={entry} must be {text} {_number(bounds[word])}")
+    most = bounds.get("most_bytes")
+    if most is not None and isinstance(value, str):
+        size = len(value.encode("utf-8", errors="replace"))
+        require(size <= most, f"{name}={value[:20]}… has {size} bytes, it may have {most}: use a shorter one")
 
 
 def _listed(allowed: tuple[Any, ...]) -> str:
@@ -161,4 +179,4 @@ def _number(bound: float) -> str:
     """In digits, or as a power of two where those would say nothing."""
     if isinstance(bound, int) and bound >= 1 << 20 and bound.bit_count() == 1:
         return f"2^{bound.bit_length() - 1}"
-    return f"{bound:g}"
+    return str(bound) if isinstance(bound, int) else f"{bound:g}"

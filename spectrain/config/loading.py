@@ -32,9 +32,20 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 
 from spectrain.config.folders import search_roots
-from spectrain.config.overrides import build, one_line, product, quoted, read_overrides, set_keys, user_drafters
+from spectrain.config.group_files import GroupFile, chosen_files, set_in
+from spectrain.config.overrides import (
+    build,
+    one_line,
+    options_of,
+    product,
+    quoted,
+    read_overrides,
+    set_keys,
+    user_drafters,
+)
 from spectrain.config.schema import SpectrainConfig
 from spectrain.errors import ConfigError, InputError
+from spectrain.reading import read_text
 
 # What a group means when nobody says otherwise. None: nothing is added to the defaults.
 GROUPS: dict[str, str | None] = {
@@ -99,9 +110,14 @@ def swept(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def sweep_jobs(overrides: Sequence[str]) -> list[SpectrainConfig]:
-    """The configuration of every job of a sweep that is a plain product; none if another sweeper chooses the values."""
-    _, parsed = read_overrides(overrides)
-    return _compose_all(parsed, product(parsed))
+    """The configuration of every job of a sweep that is a plain product, with the ``run.dir`` that it will get; none if
+    another sweeper chooses the values.
+    """
+    lines, parsed = read_overrides(overrides)
+    users = [line for line in lines if line.startswith("hydra.")]
+    settings = [*_sweep_settings(parsed, None), *users]
+    jobs = [[*job, *settings, f"hydra.job.num={number}"] for number, job in enumerate(product(parsed))]
+    return _compose_all(parsed, jobs, _job_values)
 
 
 def multirun(overrides: Sequence[str], job: Callable[[DictConfig], float | None], scratch: Path | None = None) -> None:
@@ -124,6 +140,13 @@ def sweep_config(composed: DictConfig) -> SpectrainConfig:
     values = _plain(composed)
     values["run"]["dir"] = str(Path(values["run"]["dir"]) / str(HydraConfig.get().sweep.subdir))
     return build(values)
+
+
+def _job_values(composed: DictConfig) -> dict[str, Any]:
+    """As ``sweep_config``, before there are jobs: ``composed`` holds what Hydra would know inside the job."""
+    values = _plain(composed)
+    values["run"]["dir"] = str(Path(values["run"]["dir"]) / str(composed.hydra.sweep.subdir))
+    return values
 
 
 def sweep_overrides() -> list[str]:
@@ -187,14 +210,35 @@ def _sweep_settings(parsed: Sequence[Override], scratch: Path | None) -> list[st
 # --- composition ---------------------------------------------------------------------------------------------------
 
 
-def _compose_all(parsed: Sequence[Override], jobs: Sequence[list[str]]) -> list[SpectrainConfig]:
-    """One configuration for each list of overrides, on the same base."""
+def _compose_all(
+    parsed: Sequence[Override],
+    jobs: Sequence[list[str]],
+    values_of: Callable[[DictConfig], dict[str, Any]] | None = None,
+) -> list[SpectrainConfig]:
+    """One configuration for each list of overrides, on the same base. ``values_of`` reads what was composed, with
+    Hydra's own settings.
+    """
+    files = _group_files(parsed)
     with one_line():
         _register(parsed)
         GlobalHydra.instance().clear()
         with hydra.initialize_config_dir(config_dir=_first_root(), job_name=_APP, version_base=_HYDRA_VERSION):
-            composed = [hydra.compose(_PRIMARY, overrides=job) for job in jobs]
-    return [build(_plain(config)) for config in composed]
+            composed = [hydra.compose(_PRIMARY, job, return_hydra_config=values_of is not None) for job in jobs]
+    try:
+        return [build((values_of or _plain)(config)) for config in composed]
+    except ConfigError as error:
+        where = set_in(str(error), files, set_keys(parsed))
+        raise (ConfigError(f"{error}{where}") if where else error) from error
+
+
+def _group_files(parsed: Sequence[Override]) -> list[GroupFile]:
+    """The files that a composition reads, later ones win: those of the defaults, of the command line, the recipe's."""
+    chosen: dict[str, list[str]] = {group: [option] for group, option in GROUPS.items() if option is not None}
+    for override in parsed:
+        if override.key_or_group in GROUPS:
+            chosen[str(override.key_or_group)] = options_of(override)
+    ordered = sorted(chosen, key=list(GROUPS).index)
+    return chosen_files([(group, option) for group in ordered for option in chosen[group]])
 
 
 def _plain(composed: DictConfig) -> dict[str, Any]:
@@ -259,9 +303,9 @@ def _base_values(parsed: Sequence[Override]) -> dict[str, Any]:
     if file is None:
         return {}
     try:
-        values = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{file} cannot be read ({error}): delete the file, or name a recipe") from error
+        values = yaml.safe_load(read_text(file))
+    except (InputError, ValueError, RecursionError) as error:
+        raise InputError(f"{error}: delete {file}, or name a recipe") from error
     if not isinstance(values, dict):
         raise InputError(f"{file} is not a configuration: delete the file, or name a recipe")
     values.pop("run", None)

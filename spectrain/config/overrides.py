@@ -86,7 +86,8 @@ def unknown_key(key: str) -> ConfigError:
     known = [name for name in all_keys() if name not in sections()]
     section, _, last = key.rpartition(".")
     siblings = [name.rpartition(".")[2] for name in known if section and name.rpartition(".")[0] == section]
-    near = [f"{section}.{name}" for name in suggest(last, siblings)]
+    inner = [name.rpartition(".")[2] for name in sections() if name.rpartition(".")[0] == section]
+    near = [f"{section}.{name}".removeprefix(".") for name in suggest(last, [*siblings, *inner])]
     elsewhere = [name for name in known if name.rpartition(".")[2] == last]
     for close in near, elsewhere, [] if siblings else suggest(key, known):
         if close:
@@ -216,7 +217,7 @@ def user_drafters(parsed: Sequence[Override]) -> tuple[str, ...]:
     """Drafters that are chosen and have no file: of ``drafter.module``, or of an installed package. Nothing is
     imported.
     """
-    chosen = [name for override in parsed if override.key_or_group == "drafter" for name in _values(override)]
+    chosen = [name for override in parsed if override.key_or_group == "drafter" for name in options_of(override)]
     without_file = [name for name in dict.fromkeys(chosen) if name not in group_options("drafter")]
     if not without_file or any(override.key_or_group == "drafter.module" for override in parsed):
         return tuple(without_file)
@@ -228,7 +229,7 @@ def installed_drafters() -> frozenset[str]:
     return frozenset(metadata.entry_points(group=DRAFTER_ENTRY_POINTS).names)
 
 
-def _values(override: Override) -> list[str]:
+def options_of(override: Override) -> list[str]:
     if override.is_sweep_override():
         return list(override.sweep_string_iterator()) if override.is_discrete_sweep() else []
     value = override.value()
@@ -267,9 +268,11 @@ def _check_name(override: Override, parsed: Sequence[Override]) -> None:
     key = str(override.key_or_group)
     if _is_hydras(key):
         return
+    if override.is_add() and not override.is_force_add() and (key in GROUP_FOLDERS or key in all_keys()):
+        raise ConfigError(f"+{key}: there is such a key already: write {key}=VALUE, without the +")
     if key in GROUP_FOLDERS:
         users = user_drafters(parsed) if key == "drafter" else ()
-        for option in _values(override):
+        for option in options_of(override):
             if option not in group_options(key) and option not in users:
                 raise _unknown_option(key, option)
         return

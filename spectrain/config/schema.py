@@ -14,10 +14,13 @@ from typing import Literal, get_args
 
 from spectrain.config.drafter_schema import DrafterConfig
 from spectrain.config.engine_schema import EngineConfig
-from spectrain.config.keys import Section, key, require
+from spectrain.config.keys import ANY_COUNT, FILE_NAME_BYTES, Section, key, require
 
 _DEVICES = re.compile(r"auto|cpu|cuda(:\d+)?")
 _COLDEST = 1e-3  # colder is greedy decoding by another name, until float32 overflows
+_HOTTEST = 1000.0  # every token is as likely as any other long before
+_GREATEST_RATE = 1000.0
+_DRAFTS, _PROCESSES = 1024, 1024
 _SEEDS = 1 << 63  # seeds are below
 _TOP_K = 1 << 31  # vLLM keeps it in 32 bits
 
@@ -32,7 +35,7 @@ def _check_temperature(name: str, value: float | None) -> None:
 class RunConfig(Section, name="run"):
     """Where a run lives."""
 
-    name: str = key("default", "name of the run, from which run.dir is made")
+    name: str = key("default", "name of the run, from which run.dir is made", most_bytes=FILE_NAME_BYTES)
     dir: str = key("runs/${run.name}", "folder of the run: responses, hidden states, drafter, evaluation and report")
 
 
@@ -40,7 +43,7 @@ class RunConfig(Section, name="run"):
 class TargetConfig(Section, name="target"):
     """The frozen model whose decoding is to become faster (group ``target``)."""
 
-    name: str = key("target", "short name of the target, for reports and folder names")
+    name: str = key("target", "short name of the target, for reports and folder names", most_bytes=FILE_NAME_BYTES)
     path: str = key("", "local folder or Hub id of the target", example="Qwen/Qwen3-8B")
     revision: str | None = key(
         None, "revision on the Hub; null: the default branch, recorded as the commit that was used", example="main"
@@ -63,7 +66,11 @@ class TargetConfig(Section, name="target"):
     )
     trust_remote_code: bool = key(False, "run Python code that comes with the target's checkpoint")
     max_length: int = key(
-        2048, "length in tokens of the longest document, prompt and response together", at_least=2, example="4096"
+        2048,
+        "length in tokens of the longest document, prompt and response together",
+        at_least=2,
+        example="4096",
+        at_most=1 << 24,
     )
 
     def _check(self) -> None:
@@ -93,9 +100,15 @@ class DataConfig(Section, name="data"):
         0.1, "share of the training prompts that is set aside where data.heldout names no file", above=0, below=1
     )
     max_train: int | None = key(
-        None, "at most so many training prompts, drawn by data.seed; null: all", at_least=1, example="1000"
+        None,
+        "at most so many training prompts, drawn by data.seed; null: all",
+        at_least=1,
+        example="1000",
+        at_most=ANY_COUNT,
     )
-    max_heldout: int | None = key(64, "at most so many held-out prompts, drawn by data.seed; null: all", at_least=1)
+    max_heldout: int | None = key(
+        64, "at most so many held-out prompts, drawn by data.seed; null: all", at_least=1, at_most=ANY_COUNT
+    )
     system: str | None = key(
         None,
         "system prompt of conversations that have none; null: what the chat template does by itself",
@@ -109,7 +122,11 @@ class SamplingConfig(Section, name="sampling"):
     """How the target answers in ``generate``."""
 
     temperature: float | None = key(
-        None, "0: greedy; null: as the target's generation_config says", at_least=0, example="0.6"
+        None,
+        "0: greedy; null: as the target's generation_config says",
+        at_least=0,
+        example="0.6",
+        at_most=_HOTTEST,
     )
     top_p: float | None = key(
         None,
@@ -126,7 +143,7 @@ class SamplingConfig(Section, name="sampling"):
         at_least=0,
         below=_TOP_K,
     )
-    max_new_tokens: int = key(512, "tokens that the target generates at most in one turn", at_least=1)
+    max_new_tokens: int = key(512, "tokens that the target generates at most in one turn", at_least=1, at_most=1 << 24)
     seed: int = key(0, "seed of the answers", at_least=0, below=_SEEDS)
 
     def _check(self) -> None:
@@ -151,7 +168,7 @@ class HiddenStatesConfig(Section, name="hidden_states"):
     dtype: Literal["auto", "float32", "bfloat16", "int8"] = key(
         "auto", "what is stored; int8 has a scale per token and tap; auto: what the target computes in"
     )
-    shard_bytes: int = key(1 << 30, "size in bytes at which a shard is closed", at_least=1 << 16)
+    shard_bytes: int = key(1 << 30, "size in bytes at which a shard is closed", at_least=1 << 16, at_most=1 << 40)
     verify_checksums: bool = key(True, "compare every byte of the store with its checksums before training")
 
 
@@ -159,22 +176,34 @@ class HiddenStatesConfig(Section, name="hidden_states"):
 class TrainerConfig(Section, name="trainer"):
     """The training loop (group ``trainer``)."""
 
-    epochs: int = key(3, "how often every training document is seen", at_least=1)
+    epochs: int = key(3, "how often every training document is seen", at_least=1, at_most=10_000)
     max_steps: int | None = key(
-        None, "optimizer steps after which training ends; null: epochs decide", at_least=1, example="500"
+        None,
+        "optimizer steps after which training ends; null: epochs decide",
+        at_least=1,
+        example="500",
+        at_most=ANY_COUNT,
     )
-    packed_length: int = key(2048, "tokens of a packed sequence, which holds whole documents", at_least=1)
-    micro_batch_size: int = key(1, "packed sequences in one forward pass", at_least=1)
-    gradient_accumulation: int = key(1, "forward passes of one optimizer step", at_least=1)
+    packed_length: int = key(
+        2048, "tokens of a packed sequence, which holds whole documents", at_least=1, at_most=1 << 24
+    )
+    micro_batch_size: int = key(1, "packed sequences in one forward pass", at_least=1, at_most=1 << 16)
+    gradient_accumulation: int = key(1, "forward passes of one optimizer step", at_least=1, at_most=1 << 16)
     optimizer: Literal["adamw", "muon"] = key(
         "adamw", "muon takes the matrices between hidden features and leaves the rest to AdamW"
     )
-    learning_rate: float = key(1e-3, "greatest learning rate of AdamW", above=0)
+    learning_rate: float = key(1e-3, "greatest learning rate of AdamW", above=0, at_most=_GREATEST_RATE)
     muon_learning_rate: float = key(
-        2e-3, "greatest learning rate of Muon, whose updates are scaled to the size of AdamW's", above=0
+        2e-3,
+        "greatest learning rate of Muon, whose updates are scaled to the size of AdamW's",
+        above=0,
+        at_most=_GREATEST_RATE,
     )
     weight_decay: float = key(
-        0.0, "decoupled weight decay: a step takes learning_rate × weight_decay off each matrix", at_least=0
+        0.0,
+        "decoupled weight decay: a step takes learning_rate × weight_decay off each matrix",
+        at_least=0,
+        at_most=_GREATEST_RATE,
     )
     beta1: float = key(0.9, "AdamW: decay of the mean of gradients", at_least=0, below=1)
     beta2: float = key(0.95, "AdamW: decay of the mean of squared gradients", at_least=0, below=1)
@@ -190,23 +219,34 @@ class TrainerConfig(Section, name="trainer"):
     final_lr_fraction: float = key(
         0.0, "learning rate of the last step, as a share of the greatest", at_least=0, at_most=1
     )
-    max_grad_norm: float = key(1.0, "norm to which longer gradients are cut", above=0)
+    max_grad_norm: float = key(1.0, "norm to which longer gradients are cut", above=0, at_most=1e6)
     precision: Literal["float32", "bfloat16"] = key(
         "float32", "what training computes in; bfloat16 by autocast, the weights themselves stay float32"
     )
     eval_every_steps: int | None = key(
-        None, "optimizer steps between two evaluations by simulation; null: once an epoch", at_least=1, example="200"
+        None,
+        "optimizer steps between two evaluations by simulation; null: once an epoch",
+        at_least=1,
+        example="200",
+        at_most=ANY_COUNT,
     )
-    eval_documents: int = key(32, "held-out documents of one evaluation by simulation", at_least=1)
+    eval_documents: int = key(32, "held-out documents of one evaluation by simulation", at_least=1, at_most=ANY_COUNT)
     checkpoint_every_steps: int | None = key(
-        None, "optimizer steps between two checkpoints; null: at every evaluation", at_least=1, example="100"
+        None,
+        "optimizer steps between two checkpoints; null: at every evaluation",
+        at_least=1,
+        example="100",
+        at_most=ANY_COUNT,
     )
-    keep_checkpoints: int = key(2, "newest checkpoints that are kept", at_least=1)
-    log_every_steps: int = key(1, "optimizer steps between two lines of metrics.jsonl", at_least=1)
+    keep_checkpoints: int = key(2, "newest checkpoints that are kept", at_least=1, at_most=ANY_COUNT)
+    log_every_steps: int = key(1, "optimizer steps between two lines of metrics.jsonl", at_least=1, at_most=ANY_COUNT)
     loader_workers: int | None = key(
-        None, "processes that make batches ahead of training; null: none on a CPU, 2 beside an accelerator", at_least=0
+        None,
+        "processes that make batches ahead of training; null: none on a CPU, 2 beside an accelerator",
+        at_least=0,
+        at_most=_PROCESSES,
     )
-    prefetch_batches: int = key(2, "batches that each of them makes ahead", at_least=1)
+    prefetch_batches: int = key(2, "batches that each of them makes ahead", at_least=1, at_most=1024)
     seed: int = key(0, "seed of the order of documents and of what training draws", at_least=0, below=_SEEDS)
 
 
@@ -218,8 +258,10 @@ DRAFT_POLICIES: tuple[str, ...] = get_args(DraftPolicy)
 class DecodingConfig(Section, name="decoding"):
     """The speculative loop of ``eval`` and the simulation of ``fit``."""
 
-    num_speculative_tokens: int = key(3, "tokens that the drafter proposes in a round", at_least=1)
-    temperature: float = key(0.0, "temperature at which drafts are judged; 0: greedy", at_least=0, example="0.6")
+    num_speculative_tokens: int = key(3, "tokens that the drafter proposes in a round", at_least=1, at_most=_DRAFTS)
+    temperature: float = key(
+        0.0, "temperature at which drafts are judged; 0: greedy", at_least=0, example="0.6", at_most=_HOTTEST
+    )
     top_p: float = key(1.0, "judge by the likeliest tokens that hold this share of the probability", above=0, at_most=1)
     top_k: int = key(0, "judge by so many of the likeliest tokens; 0: by all", example="20", at_least=0, below=_TOP_K)
     proposal_policy: Literal["greedy", "sample"] = key(
@@ -238,8 +280,8 @@ class DecodingConfig(Section, name="decoding"):
         at_least=0,
         at_most=1,
     )
-    ngram_max: int = key(4, "tokens of the longest suffix that n-gram drafting looks up", at_least=1)
-    ngram_min: int = key(2, "tokens of the shortest suffix that n-gram drafting looks up", at_least=1)
+    ngram_max: int = key(4, "tokens of the longest suffix that n-gram drafting looks up", at_least=1, at_most=_DRAFTS)
+    ngram_min: int = key(2, "tokens of the shortest suffix that n-gram drafting looks up", at_least=1, at_most=_DRAFTS)
     seed: int = key(0, "seed of drafting and verification", at_least=0, below=_SEEDS)
 
     def _check(self) -> None:
@@ -254,15 +296,19 @@ class DecodingConfig(Section, name="decoding"):
 class SuiteConfig(Section, name="suite"):
     """What ``eval`` measures (group ``suite``)."""
 
-    name: str = key("heldout", "name of the suite, for reports and records")
+    name: str = key("heldout", "name of the suite, for reports and records", most_bytes=FILE_NAME_BYTES)
     prompts: str = key(
         "heldout", "a JSON-lines file of prompts; heldout: this run's held-out prompts", example="A.jsonl"
     )
-    max_prompts: int = key(16, "at most so many prompts, spread evenly over the file", at_least=1)
+    max_prompts: int = key(16, "at most so many prompts, spread evenly over the file", at_least=1, at_most=ANY_COUNT)
     max_new_tokens: int | None = key(
-        None, "tokens generated at most in one turn; null: as sampling.max_new_tokens", at_least=1, example="128"
+        None,
+        "tokens generated at most in one turn; null: as sampling.max_new_tokens",
+        at_least=1,
+        example="128",
+        at_most=1 << 24,
     )
-    concurrency: int = key(1, "conversations decoded together", at_least=1)
+    concurrency: int = key(1, "conversations decoded together", at_least=1, at_most=1 << 16)
     baselines: tuple[Literal["none", "ngram"], ...] = key(
         ("none", "ngram"), "what the drafter is compared with; none: no speculation; ngram: n-gram lookup"
     )
@@ -274,6 +320,7 @@ class SuiteConfig(Section, name="suite"):
         "numbers of conversations decoded together, to compare draft policies with; none: suite.concurrency alone",
         at_least=1,
         example="[1,8]",
+        at_most=1 << 16,
     )
 
     def _check(self) -> None:
@@ -289,7 +336,7 @@ class LoggerConfig(Section, name="logger"):
     trackers: tuple[str, ...] = key(
         (), "trackers of accelerate, such as wandb, tensorboard and trackio", example="[tensorboard]"
     )
-    project: str = key("spectrain", "project under which trackers file the run")
+    project: str = key("spectrain", "project under which trackers file the run", most_bytes=FILE_NAME_BYTES)
 
 
 @dataclass(frozen=True)

@@ -20,14 +20,18 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
-import jinja2
-
+from spectrain.data.bounded import OutOfTimeError, bounded
 from spectrain.data.prompts import Conversation
 from spectrain.errors import InputError
 from spectrain.target.spec import end_token_ids
 
 _EXCERPT_CHARS = 40
-_REJECTIONS = (jinja2.TemplateError, TypeError, ValueError)  # what a template raises, by its own word or by stumbling
+# Rendering takes a millisecond. Its text is at most a few times what it is made of.
+RENDER_S, _RENDER_BYTES, _MOST_CHARS = 10.0, 1 << 31, 1 << 25
+
+
+class _RejectedError(Exception):
+    """What a template raised, by its own word or by stumbling, in words."""
 
 
 class ChatTemplate:
@@ -116,7 +120,7 @@ class ChatTemplate:
         """
         try:
             return self._apply(conversation, answers, conversation.system)
-        except _REJECTIONS as error:
+        except _RejectedError as error:
             hint = "change the conversation, or the target's chat template"
             if conversation.system is not None and self._takes(conversation, answers):
                 hint = (
@@ -130,7 +134,7 @@ class ChatTemplate:
         """Whether the template takes the conversation without its system prompt."""
         try:
             self._apply(conversation, answers, None)
-        except _REJECTIONS:
+        except _RejectedError:
             return False
         return True
 
@@ -141,13 +145,24 @@ class ChatTemplate:
             messages.append({"role": "user", "content": turn})
             if index < len(answers):
                 messages.append({"role": "assistant", "content": answers[index]})
-        rendered = self.tokenizer.apply_chat_template(
-            messages,
-            tools=None if conversation.tools is None else list(conversation.tools),
-            tokenize=False,
-            add_generation_prompt=len(turns) > len(answers),
-        )
-        return str(rendered)
+        try:
+            with bounded(RENDER_S, _RENDER_BYTES):
+                rendered = self.tokenizer.apply_chat_template(
+                    messages,
+                    tools=None if conversation.tools is None else list(conversation.tools),
+                    tokenize=False,
+                    add_generation_prompt=len(turns) > len(answers),
+                )
+        except OutOfTimeError as error:
+            raise InputError(
+                f"{conversation.where}: the target's chat template did not end within {RENDER_S:g} s: correct the "
+                f"template"
+            ) from error
+        except Exception as error:  # a template is a program of anybody's: dividing by zero is one of many ways
+            raise _RejectedError(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__) from error
+        if not isinstance(rendered, str) or len(rendered) > _MOST_CHARS:
+            raise _RejectedError(f"it gives more than {_MOST_CHARS:,} characters")
+        return rendered
 
     def _answer_span(self, conversation: Conversation, turn: int, full: str, prompt_length: int) -> tuple[int, int]:
         """Character span of an answer in ``full``. Templates may trim its white space, but not change it otherwise."""
@@ -230,7 +245,7 @@ class ChatTemplate:
         mark = "placeholder"
         try:
             rendered = self._apply(Conversation(id="", turns=("question",)), (mark,), None)
-        except _REJECTIONS:
+        except _RejectedError:
             return self._given_end_ids
         for token in self._encode(rendered.partition(mark)[2]):
             if self._is_special(token):

@@ -19,8 +19,10 @@ from typing import Any, TypeVar
 
 from spectrain.config.schema import DataConfig
 from spectrain.errors import ConfigError, InputError
+from spectrain.reading import check_file
 
 _Kind = TypeVar("_Kind")
+_MOST_BYTES = 1 << 40
 _FIELDS = ("turns", "messages", "id", "system", "category", "tools")
 
 
@@ -113,6 +115,7 @@ def find_prompt_file(name: str, roots: Sequence[Path], asked_by: str) -> Path:
 
 def _lines(path: Path) -> Iterable[tuple[int, str]]:
     """Lines that are not blank, with their numbers, counted from 1."""
+    check_file(path, _MOST_BYTES)
     try:
         data = path.read_bytes()
     except OSError as error:

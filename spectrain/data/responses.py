@@ -28,7 +28,7 @@ from spectrain.config.schema import SamplingConfig
 from spectrain.console import say
 from spectrain.data.prompts import Conversation, digest_json
 from spectrain.errors import InputError
-from spectrain.files import file_digest, remove_partials, replacing
+from spectrain.files import check_guarded, file_digest, remove_partials, replacing
 
 FINISH_REASONS = ("stop", "length", "imported")
 SPLITS = ("train", "heldout")
@@ -166,6 +166,7 @@ class ResponseStore:
         fresh = {response.key: response for response in reversed(responses) if response.key not in known}
         if not fresh:
             return None
+        check_guarded(self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         remove_partials(self.folder)
         # The first of several responses with one key is kept, and the given order is too.

@@ -26,6 +26,7 @@ from spectrain.drafters.foreign_checkpoints import standard_config, standard_ten
 from spectrain.drafters.registry import DrafterMethod, find_method, known_method, method_names
 from spectrain.errors import InputError
 from spectrain.files import file_digest, recover_folder, replace_folder, write_atomically
+from spectrain.reading import read_json
 
 if TYPE_CHECKING:
     from spectrain.drafters.drafter import DrafterShape
@@ -135,12 +136,7 @@ def _read_config(folder: Path, usual_taps: Sequence[int] | None = None) -> dict[
     path = folder / CONFIG
     if not path.is_file():
         raise InputError(f"{folder} holds no drafter: {CONFIG} is missing")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise InputError(f"{path} describes no drafter: it is no JSON object")
+    config = read_json(path)
     if (folder / _MASK_EMBEDDING).is_file():
         raise InputError(
             f"{folder / _MASK_EMBEDDING}: this version reads drafters whose mask is a token of the target alone"

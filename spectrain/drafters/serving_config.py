@@ -7,7 +7,6 @@ it always comes from the drafter's own configuration.
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from spectrain.drafters.foreign_checkpoints import standard_config
 from spectrain.drafters.registry import known_method
 from spectrain.errors import ConfigError, InputError
 from spectrain.files import digest_strings, file_digest
+from spectrain.reading import read_json
 
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
 _ASK_S = 10.0
@@ -90,11 +90,7 @@ def _read(file: Path) -> dict[str, Any]:
         raise InputError(
             f"{file.parent} holds no drafter ({_CONFIG} is missing): name a folder that fit has written, or a Hub id"
         )
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{file} is not valid JSON ({error}): write the drafter again") from None
-    return config if isinstance(config, dict) else {}
+    return read_json(file)
 
 
 def _fetch(repo: str) -> Path:

@@ -83,12 +83,14 @@ class Turns(Generic[Kind]):
         self._sampling = sampling
         self._max_length = max_length
 
-    def prepare(self, conversations: Sequence[tuple[Conversation, str]], keys: Sequence[str]) -> list[Kind]:
+    def prepare(
+        self, conversations: Sequence[tuple[Conversation, str]], keys: Sequence[str], quiet: bool = False
+    ) -> list[Kind]:
         """Tokenise all conversations, so that every one that cannot be answered is found before the first token is
         generated.
 
         Those with answers are rendered whole and have the finish reason "imported". Raises ``InputError`` naming the
-        first prompt that leaves no room for an answer within ``max_length``.
+        first prompt that leaves no room for an answer within ``max_length``. ``quiet``: only the errors count.
         """
         dialogues, too_long, cut = [], [], 0
         for (conversation, split), key in zip(conversations, keys, strict=True):
@@ -119,7 +121,7 @@ class Turns(Generic[Kind]):
                 f"target.max_length or "
                 f"remove them"
             )
-        if cut:
+        if cut and not quiet:
             say(
                 f"note: {cut} imported conversations are longer than target.max_length={self._max_length} tokens and "
                 f"are cut there"

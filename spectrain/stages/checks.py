@@ -32,6 +32,7 @@ from spectrain.stages.drafter_checks import (
     check_kind,
 )
 from spectrain.stages.run_dir import RunDir
+from spectrain.stages.target_checks import check_at_work, check_trackers_answer
 
 if TYPE_CHECKING:
     from spectrain.data.prompts import Conversation, PromptSplit
@@ -122,8 +123,9 @@ def prepare(
         context.learn_spec()
     if context.spec_or_none is not None:
         _check_against_target(context)
-    if fetch:
-        _ = context.template  # raises for a target that cannot chat
+    if fetch or context.source.folder is not None:
+        check_at_work(context)
+        check_trackers_answer(context)
     return context
 
 

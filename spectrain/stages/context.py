@@ -31,6 +31,7 @@ from spectrain.engines.vllm.requests import VLLMClient
 from spectrain.errors import RunError
 from spectrain.files import plain, write_atomically
 from spectrain.stages.run_dir import RunDir
+from spectrain.target.folder_files import load_generation_config, load_tokenizer
 from spectrain.target.model import TargetModel, choose_device, choose_dtype
 from spectrain.target.resolve import ResolvedTarget, TargetSource, resolve_target
 from spectrain.target.spec import TargetSpec, end_token_ids
@@ -115,21 +116,12 @@ class Context:
 
     @cached_property
     def tokenizer(self) -> Any:
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(
-            str(self.target.folder), local_files_only=True, trust_remote_code=self.config.target.trust_remote_code
-        )
+        return load_tokenizer(self.target.folder, self.config.target.trust_remote_code)
 
     @cached_property
     def generation_config(self) -> Any:
         """The target's generation_config.json, or transformers' neutral one where it has none."""
-        from transformers import GenerationConfig
-
-        try:
-            return GenerationConfig.from_pretrained(str(self.target.folder), local_files_only=True)
-        except OSError:
-            return GenerationConfig()
+        return load_generation_config(self.target.folder)
 
     @cached_property
     def eos_ids(self) -> tuple[int, ...]:

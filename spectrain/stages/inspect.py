@@ -7,7 +7,6 @@ brackets.
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
@@ -16,21 +15,18 @@ from rich.console import Console
 from rich.text import Text
 
 from spectrain.config.schema import SpectrainConfig
-from spectrain.console import stdout
+from spectrain.console import printable, stdout
 from spectrain.data.responses import Response, ResponseStore
 from spectrain.errors import InputError
 from spectrain.stages.run_dir import RunDir
 
 SUPERVISED_STYLE = "bold green"
 CONTEXT_STYLE = "bright_black"
-# They reorder what follows them, the end of a span included.
-_DIRECTIONS = frozenset("\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
 
 def inspect(config: SpectrainConfig, limit: int, split: str | None = None) -> None:
     """Print the first ``limit`` responses of a run directory. ``split``: train, heldout, or None for both."""
-    from transformers import AutoTokenizer
-
+    from spectrain.target.folder_files import load_tokenizer
     from spectrain.target.resolve import resolve_target
 
     run_dir = RunDir(config.run.dir)
@@ -42,9 +38,7 @@ def inspect(config: SpectrainConfig, limit: int, split: str | None = None) -> No
         )
     target = resolve_target(config.target)
     run_dir.check({"id": target.id, "revision": target.revision})
-    tokenizer = AutoTokenizer.from_pretrained(
-        str(target.folder), local_files_only=True, trust_remote_code=config.target.trust_remote_code
-    )
+    tokenizer = load_tokenizer(target.folder, config.target.trust_remote_code)
     inspect_responses(responses, tokenizer, stdout, limit=limit, split=split)
 
 
@@ -149,13 +143,7 @@ def _printable(text: str, encoding: str) -> str:
     """Escapes instead of control and direction characters and of what ``encoding`` lacks; line feeds and tabs as they
     are.
     """
-    safe = "".join(
-        ascii(letter)[1:-1]
-        if letter not in "\n\t" and (unicodedata.category(letter) == "Cc" or letter in _DIRECTIONS)
-        else letter
-        for letter in text
-    )
-    return safe.encode(encoding, "backslashreplace").decode(encoding)
+    return printable(text).encode(encoding, "backslashreplace").decode(encoding)
 
 
 def _percent(part: int, whole: int) -> str:

@@ -30,7 +30,7 @@ from typing import Any
 
 from spectrain.console import say
 from spectrain.errors import InputError, RunError, SpectrainError
-from spectrain.files import check_digest, recover_folder, remove, with_digest, without_digest, write_atomically
+from spectrain.files import check_digest, guarded, recover_folder, remove, with_digest, without_digest, write_atomically
 
 SCHEMA_VERSION = 1
 _MANIFEST, _LOCK = "manifest.json", ".lock"
@@ -299,7 +299,8 @@ class RunDir:
                 os.write(descriptor, f"{os.getpid()}\n".encode())
             self._locked = True
             self._remove_leftovers()
-            yield
+            with guarded(self.path):
+                yield
         finally:
             self._locked = False
             os.close(descriptor)

@@ -6,13 +6,13 @@ safetensors are read: a pickle can run code.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from spectrain.errors import InputError
+from spectrain.reading import read_json
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -58,11 +58,8 @@ class CheckpointReader:
     def _read_index(self) -> dict[str, Path]:
         path = self.folder / INDEX_FILE
         try:
-            files = {
-                name: self.folder / file
-                for name, file in json.loads(path.read_text(encoding="utf-8"))["weight_map"].items()
-            }
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            files = {name: self.folder / file for name, file in read_json(path)["weight_map"].items()}
+        except (KeyError, AttributeError, TypeError) as error:
             raise InputError(
                 f"{path} is not a safetensors index ({type(error).__name__}: {error}): fetch the file again"
             ) from error

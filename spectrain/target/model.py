@@ -23,6 +23,7 @@ from spectrain.console import quiet_transformers
 from spectrain.errors import ConfigError, InputError
 from spectrain.target.cpu_kernels import speed_up
 from spectrain.target.families import HeadMath, head_math
+from spectrain.target.folder_files import load_tokenizer
 from spectrain.target.resolve import ResolvedTarget
 from spectrain.target.spec import TargetSpec, end_token_ids, load_config
 
@@ -64,22 +65,22 @@ class TargetModel:
         Raises ``InputError`` for a family that is not known or a checkpoint that cannot be read, ``ConfigError`` for a
         device that is not there.
         """
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoModelForCausalLM
 
         hf_config = load_config(resolved.folder, config.trust_remote_code)
         spec, math = TargetSpec.from_config(hf_config), head_math(hf_config)
         device = choose_device(config.device)
-        common = {"trust_remote_code": config.trust_remote_code, "local_files_only": True}
+        tokenizer = load_tokenizer(resolved.folder, config.trust_remote_code)
         try:
             with quiet_transformers():
-                tokenizer = AutoTokenizer.from_pretrained(str(resolved.folder), **common)
                 model = AutoModelForCausalLM.from_pretrained(
                     str(resolved.folder),
                     dtype=choose_dtype(config.dtype, device, spec),
                     attn_implementation=_attention(hf_config, config.attn_implementation),
                     use_safetensors=True,
                     device_map={"": device} if device.type != "cpu" else None,
-                    **common,
+                    trust_remote_code=config.trust_remote_code,
+                    local_files_only=True,
                 )
         except (OSError, ValueError, KeyError, RuntimeError) as error:
             reason = " ".join(str(error).split())[:400]

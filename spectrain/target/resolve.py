@@ -20,8 +20,10 @@ from typing import Any
 from spectrain.config.schema import TargetConfig
 from spectrain.console import say
 from spectrain.errors import ConfigError, InputError
+from spectrain.reading import read_json
 from spectrain.target.bundled import convert_once, converted_folder, find_gguf, gguf_digest
 from spectrain.target.checkpoint import CheckpointReader
+from spectrain.target.folder_files import check_files
 
 # One attempt to reach the Hub. The thread's limit also covers a name server that never answers, which no client
 # time-out does.
@@ -89,6 +91,7 @@ def resolve_target(config: TargetConfig) -> ResolvedTarget:
         say(f"target {config.name}: {source.summary}")
         folder = _download(config, source) if source.kind == "hub" else _convert(config, source)
     check_folder(folder)
+    check_files(folder)
     return ResolvedTarget(
         config.name, folder, source.id, source.revision, config_digest(folder), tokenizer_digest(folder)
     )
@@ -105,6 +108,7 @@ def locate_target(config: TargetConfig, unreachable_ok: bool = False) -> TargetS
     folder = Path(config.path).expanduser()
     if os.path.isdir(folder):  # unlike Path.is_dir, False for names that no folder can have
         check_folder(folder)
+        check_files(folder)
         return TargetSource("folder", folder.resolve().name, weights_fingerprint(folder), folder, f"folder {folder}")
     if os.path.exists(folder) or not _is_hub_id(config.path):
         raise InputError(
@@ -113,6 +117,7 @@ def locate_target(config: TargetConfig, unreachable_ok: bool = False) -> TargetS
         )
     cached = _cached_snapshot(config)
     if cached is not None:
+        check_files(cached)
         return TargetSource(
             "cache", config.path, cached.name, cached, f"{config.path} at {cached.name[:12]}, in the Hub's cache"
         )
@@ -153,10 +158,7 @@ def check_folder(folder: Path) -> None:
 
 def config_digest(folder: Path) -> str:
     """SHA-256 of config.json as sorted JSON, without the fields that only say who wrote it."""
-    try:
-        fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InputError(f"{folder / 'config.json'} is not JSON ({error})") from error
+    fields = read_json(folder / "config.json")
     kept = {name: value for name, value in fields.items() if name not in _VOLATILE_CONFIG}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 

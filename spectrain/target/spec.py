@@ -9,13 +9,17 @@ Ids that end an answer of the target: one definition for every engine, the chat 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from spectrain.console import quiet_transformers
 from spectrain.errors import InputError
+from spectrain.reading import understood
+from spectrain.target.folder_files import CONFIG, check_config_file
 
 # Layers whose state is a K/V cache. Any other kind (linear_attention, mamba, conv, …) carries a recurrent state that
 # cannot be cropped.
@@ -67,26 +71,28 @@ class TargetSpec:
             hidden_size=hidden,
             num_layers=layers,
             vocab_size=_required(text, "vocab_size"),
-            intermediate_size=_first(first, ("intermediate_size", "moe_intermediate_size"), 4 * hidden),
+            intermediate_size=_whole(first, ("intermediate_size", "moe_intermediate_size"), 4 * hidden),
             num_attention_heads=heads,
-            num_key_value_heads=_first(first, ("num_key_value_heads",), heads),
-            head_dim=_first(first, ("head_dim",), hidden // heads),
-            rms_norm_eps=float(_first(text, ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"), 1e-6)),
+            num_key_value_heads=_whole(first, ("num_key_value_heads",), heads),
+            head_dim=_whole(first, ("head_dim",), hidden // heads),
+            rms_norm_eps=_positive(text, ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"), 1e-6),
             rope_parameters=_rope_parameters(text),
-            max_position_embeddings=_first(text, ("max_position_embeddings",), 2048),
+            max_position_embeddings=_whole(text, ("max_position_embeddings",), 2048),
             # A wrapper and its nested model each have the field, and either may be the one a checkpoint sets.
             tie_word_embeddings=any(getattr(config, "tie_word_embeddings", False) for config in (hf_config, text)),
             hybrid=any(kind not in ATTENTION_LAYER_TYPES for kind in layer_types),
             layer_types=layer_types,
             sliding_window=getattr(text, "sliding_window", None) if "sliding_attention" in layer_types else None,
-            architectures=tuple(getattr(hf_config, "architectures", None) or ()),
+            architectures=_texts("architectures", getattr(hf_config, "architectures", None) or ()),
             dtype=_dtype(hf_config, text),
         )
 
     @classmethod
     def from_folder(cls, folder: Path, trust_remote_code: bool = False) -> TargetSpec:
-        """Reads ``config.json`` of a checkpoint folder, no weights."""
-        return cls.from_config(load_config(folder, trust_remote_code))
+        """Reads ``config.json`` of a checkpoint folder, no weights. ``InputError`` for one that makes no sense."""
+        config = load_config(folder, trust_remote_code)
+        with understood(f"{Path(folder) / CONFIG} as a target configuration"):
+            return cls.from_config(config)
 
     def default_taps(self) -> tuple[int, ...]:
         """The taps of EAGLE-3's reference code: residual stream after 2, N//2 and N−3 layers (N layers in all).
@@ -119,11 +125,13 @@ def load_config(folder: Path, trust_remote_code: bool = False) -> Any:
     """
     from transformers import AutoConfig
 
-    path = Path(folder) / "config.json"
+    path = Path(folder) / CONFIG
     if not path.is_file():
         raise InputError(f"{path} does not exist: a target is a folder with config.json, *.safetensors and a tokenizer")
+    check_config_file(Path(folder))
     try:
-        return AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code, local_files_only=True)
+        with quiet_transformers():
+            return AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code, local_files_only=True)
     except Exception as error:  # transformers raises anything from KeyError to validation errors of its own
         if not trust_remote_code and "auto_map" in path.read_text(encoding="utf-8", errors="replace"):
             message = (
@@ -144,7 +152,28 @@ def _required(text_config: Any, name: str) -> int:
             f"config.json of the target (model type {text_config.model_type!r}) lacks {name}: it is no decoder "
             f"language model"
         )
-    return int(value)
+    return _whole(text_config, (name,), value)
+
+
+def _whole(text_config: Any, names: tuple[str, ...], default: int) -> int:
+    """The first of these fields that is set: a whole number of at least 1."""
+    value = _first(text_config, names, default)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise InputError(f"config.json of the target: {names[0]} is {value!r:.60}, it must be a whole number above 0")
+    return value
+
+
+def _positive(text_config: Any, names: tuple[str, ...], default: float) -> float:
+    value = _first(text_config, names, default)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise InputError(f"config.json of the target: {names[0]} is {value!r:.60}, it must be a number above 0")
+    return float(value)
+
+
+def _texts(name: str, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple) or not all(isinstance(entry, str) for entry in value):
+        raise InputError(f"config.json of the target: {name} is {value!r:.60}, it must be a list of texts")
+    return tuple(value)
 
 
 def _first(text_config: Any, names: tuple[str, ...], default: Any) -> Any:
@@ -158,6 +187,10 @@ def _first(text_config: Any, names: tuple[str, ...], default: Any) -> Any:
 def _layer_types(text_config: Any, num_layers: int) -> tuple[str, ...]:
     named = getattr(text_config, "layer_types", None)
     if named:
+        if len(_texts("layer_types", named)) != num_layers:
+            raise InputError(
+                f"config.json of the target: layer_types names {len(named)} layers, num_hidden_layers is {num_layers}"
+            )
         return tuple(named)
     # Without a list all layers are alike: sliding where a window is set (Mistral) and not switched off.
     slides = getattr(text_config, "sliding_window", None) is not None and getattr(
@@ -167,13 +200,26 @@ def _layer_types(text_config: Any, num_layers: int) -> tuple[str, ...]:
 
 
 def _rope_parameters(text_config: Any) -> dict[str, Any]:
-    parameters = dict(getattr(text_config, "rope_parameters", None) or {})
-    return dict(parameters["full_attention"]) if "full_attention" in parameters else parameters
+    """Checked here, because transformers only warns: a type that nothing knows, a base that is no number."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    found = getattr(text_config, "rope_parameters", None) or {}
+    parameters = dict(found.get("full_attention") or found)
+    kind, base = parameters.get("rope_type", "default"), parameters.get("rope_theta", 1.0)
+    if kind != "default" and kind not in ROPE_INIT_FUNCTIONS:
+        known = ", ".join(sorted({"default", *ROPE_INIT_FUNCTIONS}))
+        raise InputError(f"config.json of the target: rope_type is {kind!r:.60}, it must be one of {known}")
+    if base is not None and (not isinstance(base, int | float) or isinstance(base, bool) or not 0 < base < math.inf):
+        raise InputError(f"config.json of the target: rope_theta is {base!r:.60}, it must be a number above 0")
+    return parameters
 
 
 def _dtype(hf_config: Any, text_config: Any) -> torch.dtype:
     dtype = getattr(hf_config, "dtype", None) or getattr(text_config, "dtype", None) or torch.float32
-    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(dtype, torch.dtype):
+        raise InputError(f"config.json of the target: dtype is {dtype!r:.60}, it must be a type of torch")
+    return dtype
 
 
 def end_token_ids(tokenizer: Any, generation_config: Any) -> tuple[int, ...]:

@@ -30,7 +30,7 @@ from spectrain.decoding.confidence import Calibration, error_per_position
 from spectrain.drafters.drafter import Drafter
 from spectrain.drafters.drafter_folder import save_drafter
 from spectrain.errors import RunError
-from spectrain.files import append_line, plain, read_json_lines, write_atomically
+from spectrain.files import append_line, check_guarded, plain, read_json_lines, write_atomically
 from spectrain.training.calibrate import calibrate_folder
 from spectrain.training.checkpointing import load_checkpoint, prune_checkpoints, save_checkpoint
 from spectrain.training.optim import build_optimizers, lr_factor, set_learning_rates
@@ -327,6 +327,7 @@ class Trainer:
 
     def _log(self, step: int, values: dict[str, Any]) -> None:
         if self.accelerator.is_main_process:
+            check_guarded(self.paths.metrics)
             self.paths.metrics.parent.mkdir(parents=True, exist_ok=True)
             append_line(self.paths.metrics, json.dumps(plain({"step": step, **values})))
         if self.config.logger.trackers:

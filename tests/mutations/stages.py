@@ -5,6 +5,7 @@ from mutation import Mutation
 STAGES = "spectrain/stages/"
 RUN_DIR = "tests/unit/test_run_dir.py"
 INPUTS = "tests/unit/test_stage_inputs.py"
+WRONG = "tests/unit/test_wrong_inputs.py::"
 REFUSED = "tests/unit/test_checks.py::test_refused_before_work_starts"
 
 MUTATIONS = (
@@ -240,5 +241,47 @@ MUTATIONS = (
         "if folder.resolve() == context.run_dir.drafter.resolve():",
         "if folder == context.run_dir.drafter:",
         ("tests/unit/test_checks.py::test_training_goes_on_from_a_folder_with_its_taps_and_never_from_its_own_output",),
+    ),
+    Mutation(
+        "a dry run renders no prompt",
+        STAGES + "checks.py",
+        "    if fetch or context.source.folder is not None:",
+        "    if fetch:",
+        (WRONG + "test_a_conversation_that_the_template_rejects",),
+    ),
+    Mutation(
+        "a sweep looks at its first job alone",
+        "spectrain/cli.py",
+        "    for config in jobs:\n        prepare(",
+        "    for config in jobs[:1]:\n        prepare(",
+        (WRONG + "test_a_sweep_looks_at_all_jobs_before_the_first",),
+    ),
+    Mutation(
+        "sizes inside a wrapper's configuration may be anything",
+        "spectrain/target/folder_files.py",
+        '            _check_sizes(path, value, f"{prefix}{name}."',
+        '            _check_sizes(path, {}, f"{prefix}{name}."',
+        (WRONG + "test_a_field_of_the_target_that_makes_no_sense",),
+    ),
+    Mutation(
+        "a run directory that was replaced is written into",
+        "spectrain/files.py",
+        "not (folder.exists() and folder.stat().st_ino == inode)",
+        "not folder.exists()",
+        (WRONG + "test_a_run_directory_that_goes_away_is_not_made_anew",),
+    ),
+    Mutation(
+        "control characters of a table reach the terminal",
+        "spectrain/console.py",
+        "safe = segment.text if segment.control else printable(segment.text)",
+        "safe = segment.text",
+        ("tests/unit/test_console.py",),
+    ),
+    Mutation(
+        "a template may take all memory",
+        "spectrain/data/bounded.py",
+        "    _limit_memory(limits, more_bytes)\n    left_s",
+        "    left_s",
+        ("tests/unit/test_bounded.py",),
     ),
 )

@@ -20,7 +20,7 @@ from spectrain.config.overrides import all_keys, sections
 PACKAGE = Path(__file__).parents[2] / "spectrain"
 # An import may only point to the left.
 ORDER = (
-    *("errors", "files", "console", "config", "target", "data", "decoding"),
+    *("errors", "files", "reading", "console", "config", "target", "data", "decoding"),
     *("drafters", "engines", "training", "evaluation", "hub", "stages", "cli"),
 )
 LONGEST = 400
@@ -75,6 +75,16 @@ def test_every_key_has_help(key):
     assert help_of(key).strip(" .") == help_of(key)
     if type(None) in get_args(all_keys()[key]):
         assert "null" in help_of(key)
+
+
+NUMBERS = [key for key, kind in all_keys().items() if {int, float} & {kind, *get_args(kind)}]
+
+
+@pytest.mark.parametrize("key", NUMBERS)
+def test_every_number_has_a_bound_above(key):
+    """What lies beyond is a slip, and would be met after hours, or by allocating without end."""
+    section, _, name = key.rpartition(".")
+    assert {"at_most", "below"} & sections()[section].__dataclass_fields__[name].metadata.keys()
 
 
 @pytest.mark.parametrize("section", sections())

@@ -60,7 +60,9 @@ def test_null_where_it_is_allowed():
     ("values", "message"),
     [
         ({"trainer": {"learning_rat": 1}}, "unknown key trainer.learning_rat: did you mean trainer.learning_rate?"),
-        ({"trainr": {}}, "unknown key trainr: the sections are run, target, data"),
+        ({"trainr": {}}, "unknown key trainr: did you mean trainer?"),
+        ({"zzz": {}}, "unknown key zzz: the sections are run, target, data"),
+        ({"drafter": {"dspak": {"markov": "none"}}}, "unknown key drafter.dspak: did you mean drafter.dspark?"),
         ({"trainer": {"temperature": 1}}, "unknown key trainer.temperature: did you mean sampling.temperature?"),
         (
             {"drafter": {"loss": {"wheights": {}}}},

@@ -159,7 +159,7 @@ def test_given_keys_are_those_of_the_command_line():
         "drafter.autoregressive={step_decay: 1}",
     ]
     assert given_keys(overrides) == {"trainer.epochs", "engine.args.max_model_len", "drafter.autoregressive.step_decay"}
-    assert given_keys(["engine.args={a: 1}", "+trainer.seed=1", "hydra.verbose=true"]) == {
+    assert given_keys(["engine.args={a: 1}", "++trainer.seed=1", "hydra.verbose=true"]) == {
         "engine.args",
         "trainer.seed",
     }
@@ -256,7 +256,7 @@ def test_all_jobs_are_known_before_the_first_starts():
 def test_a_stored_configuration_that_is_no_text_is_named(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/config.yaml").write_bytes(b"\xff\xfe")
-    with pytest.raises(InputError, match=r"run/config\.yaml cannot be read"):
+    with pytest.raises(InputError, match=r"run/config\.yaml is not UTF-8"):
         compose(["run.dir=run"])
 
 

@@ -1,0 +1,59 @@
+"""Running what others wrote, in bounded time and memory: chat templates are programs.
+
+A template may loop for ever, or ask for a text of many gigabytes. transformers' sandbox keeps it from the machine's
+files, not from its time. Timer and limit cost some microseconds, so every rendering has them.
+"""
+
+from __future__ import annotations
+
+import resource
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+_PAGE_BYTES = resource.getpagesize()
+_AGAIN_S = 1.0  # between two signals, in case that one was lost
+
+
+class OutOfTimeError(BaseException):
+    """The time is over. No Exception: what is bounded may catch those and go on."""
+
+
+@contextmanager
+def bounded(seconds: float, more_bytes: int) -> Iterator[None]:
+    """Inside, Python code ends after so many seconds with OutOfTimeError, and memory may grow by so many bytes, beyond
+    which it ends with MemoryError. Only the main thread can be interrupted; elsewhere nothing is bounded.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.signal(signal.SIGALRM, _out_of_time)
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    _limit_memory(limits, more_bytes)
+    left_s, _ = signal.setitimer(signal.ITIMER_REAL, seconds, _AGAIN_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+        signal.signal(signal.SIGALRM, handler)
+        if left_s:  # somebody else's timer goes on
+            signal.setitimer(signal.ITIMER_REAL, left_s)
+
+
+def _out_of_time(number: int, frame: FrameType | None) -> NoReturn:
+    raise OutOfTimeError
+
+
+def _limit_memory(limits: tuple[int, int], more_bytes: int) -> None:
+    """Where the system says how much address space is in use."""
+    statm = Path("/proc/self/statm")
+    if not statm.exists():
+        return
+    wanted = int(statm.read_text(encoding="ascii").split()[0]) * _PAGE_BYTES + more_bytes
+    bounds = [limit for limit in limits if limit != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_AS, (min([wanted, *bounds]), limits[1]))

@@ -1,0 +1,147 @@
+"""What can be refused about the target at work, before it works: a family that nothing is known of, attention that is
+not installed, prompts that its template or its length cannot take, a drafter that no memory here holds.
+
+Needs the target's folder, not its weights. Each check raises ConfigError or InputError with one sentence; nothing here
+writes anything.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from spectrain.errors import ConfigError, InputError
+from spectrain.files import digest_strings
+
+if TYPE_CHECKING:
+    from spectrain.stages.context import Context
+
+_PARAMETER_BYTES = 12  # weight, gradient and one moment in float32: the least that training takes
+_CHECKED: set[str] = set()  # prompts that were found right: the jobs of a sweep ask the same ones
+_OWN_LOOP = ("eager", "sdpa")  # attention that takes the masks of rows of different lengths
+
+
+def check_at_work(context: Context) -> None:
+    """Everything about a target whose folder is here."""
+    _check_family(context)
+    _check_prompts(context)
+    _check_attention_implementation(context)
+    if context.command.trains:
+        _check_memory(context)
+
+
+def _in_process(context: Context) -> bool:
+    """Whether this process runs the target itself."""
+    runs = context.command.measures or "generate" in context.command.stages
+    return context.config.engine.name == "hf" and runs
+
+
+def _check_family(context: Context) -> None:
+    """Whoever runs the target here, or computes with its head, knows its family."""
+    from spectrain.target.families import head_math
+    from spectrain.target.spec import load_config
+
+    command = context.command
+    if _in_process(context) or command.captures or command.trains or command.measures:
+        head_math(load_config(context.target.folder, context.config.target.trust_remote_code))
+
+
+def _check_prompts(context: Context) -> None:
+    """The template takes every conversation that is still to be answered, and leaves room for an answer."""
+    from spectrain.data.responses import ResponseStore
+    from spectrain.engines.conversations import Dialogue, Turns
+    from spectrain.stages.answer_suite import answer_limit, suite_prompts
+
+    command, longest = context.command, context.config.target.max_length
+    if "generate" in command.stages:
+        stored = ResponseStore(context.data_dir.responses).keys()
+        conversations = [*context.prompts.train, *context.prompts.heldout]
+        asked = zip(conversations, context.splits.items(), strict=True)
+        todo = [(conversation, split, key) for conversation, (key, split) in asked if key not in stored]
+        keys = [key for _, _, key in todo]
+        asked_for = digest_strings([context.template.digest, longest, keys])
+        if asked_for not in _CHECKED:
+            turns = Turns(Dialogue, context.template, context.eos_ids, context.sampling, longest)
+            turns.prepare([(c, split) for c, split, _ in todo], keys, quiet=True)
+            _CHECKED.add(asked_for)
+    if command.measures:
+        for conversation in suite_prompts(context):
+            answer_limit(context, conversation, context.template.first_prompt_ids(conversation))
+
+
+def _check_attention_implementation(context: Context) -> None:
+    """The kernel that this process is asked to run the target with is installed, and takes the masks that it needs."""
+    from transformers.utils import (
+        is_flash_attn_2_available,
+        is_flash_attn_3_available,
+        is_torch_flex_attn_available,
+    )
+
+    name = context.config.target.attn_implementation
+    if not _in_process(context) or name in _OWN_LOOP:
+        return
+    is_there = {
+        "flash_attention_2": is_flash_attn_2_available,
+        "flash_attention_3": is_flash_attn_3_available,
+        "flex_attention": is_torch_flex_attn_available,
+    }[name]
+    if not is_there():
+        raise ConfigError(f"target.attn_implementation={name} is not installed here: use sdpa or eager")
+    if not context.spec.hybrid and (context.command.measures or _generates(context)):
+        raise ConfigError(
+            f"target.attn_implementation={name} takes no 4-D mask, which rows of different lengths need: use sdpa or "
+            f"eager"
+        )
+
+
+def _generates(context: Context) -> bool:
+    from spectrain.stages import generate
+
+    return not generate.decide(context).skip
+
+
+def _check_memory(context: Context) -> None:
+    from spectrain.stages.plan import estimate
+
+    parameters, there = estimate(context).drafter_parameters, memory_bytes(context.config.target.device)
+    if parameters * _PARAMETER_BYTES > there:
+        raise ConfigError(
+            f"a drafter of {parameters / 1e6:,.0f} M parameters takes more than "
+            f"{parameters * _PARAMETER_BYTES / 1e9:,.0f} GB to train, there are {there / 1e9:,.0f}: lower "
+            f"drafter.num_layers, drafter.intermediate_size or drafter.draft_vocab_size"
+        )
+
+
+def memory_bytes(device: str) -> int:
+    """All the memory of the device, in use or not."""
+    import torch
+
+    from spectrain.target.model import choose_device
+
+    chosen = choose_device(device)
+    if chosen.type == "cuda":
+        return torch.cuda.get_device_properties(chosen).total_memory
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+# --- trackers ------------------------------------------------------------------------------------------------------
+
+
+def check_trackers_answer(context: Context) -> None:
+    """Trackers that need an account and a network have both: hours later, nobody would be there to log in."""
+    from spectrain.stages import fit
+
+    if "wandb" not in context.config.logger.trackers or not context.command.trains or fit.decide(context).skip:
+        return
+    if os.environ.get("WANDB_MODE", "online") not in ("online", "run", "shared"):
+        return
+    import wandb  # type: ignore[import-not-found,unused-ignore]
+
+    try:
+        _ = wandb.Api(timeout=10).viewer
+    except Exception as error:  # of the network, of the Hub of runs, of its client
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(
+            f"logger.trackers: wandb does not answer ({type(error).__name__}: {reason}): log in with `wandb login`, "
+            f"set WANDB_MODE=offline, or use logger=none"
+        ) from error
