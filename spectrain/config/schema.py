@@ -74,14 +74,14 @@ class TargetConfig(Section, name="target"):
 
 @dataclass(frozen=True)
 class DataConfig(Section, name="data"):
-    """Prompts (group ``data``). Files are JSON lines ``{"turns": ["…"]}`` with optional ``id``, ``system``,
-    ``category``; lines ``{"messages": [{"role": …, "content": …}]}`` that already hold answers are imported, not
-    generated."""
+    """Prompts (group ``data``). Files are JSON lines, a JSON array or Parquet rows, compressed or not, of
+    ``{"turns": ["…"]}`` with optional ``id``, ``system``, ``category``; ``{"messages": [{"role": …, "content": …}]}``
+    that already hold answers are imported, not generated."""
 
     train: tuple[str, ...] = key(
         (),
-        "files of training prompts; a relative name is looked up beside the working directory, then among the shipped "
-        "prompts",
+        "files of training prompts, folders of them, or patterns such as data/*.jsonl; a relative name is looked up "
+        "beside the working directory, then among the shipped prompts",
         example="[A.jsonl,B.jsonl]",
     )
     heldout: tuple[str, ...] = key(
@@ -100,6 +100,11 @@ class DataConfig(Section, name="data"):
         None,
         "system prompt of conversations that have none; null: what the chat template does by itself",
         example='"Be brief."',
+    )
+    skip_too_long: bool = key(
+        False,
+        "leave out prompts that leave no room for an answer in target.max_length, and say how many; false: they are an "
+        "error",
     )
     seed: int = key(0, "seed of the choice of prompts", at_least=0, below=_SEEDS)
 

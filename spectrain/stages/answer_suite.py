@@ -18,7 +18,7 @@ from spectrain.config.folders import prompt_roots
 from spectrain.console import ProgressBar
 from spectrain.data.hidden_states import INDEX_NAME
 from spectrain.data.prompts import Conversation
-from spectrain.data.responses import response_key
+from spectrain.data.responses import further_documents, response_key
 from spectrain.decoding.acceptance import AcceptanceStats
 from spectrain.decoding.loop import GenerationResult, LoopTiming, Prompt
 from spectrain.decoding.scheduler import FIXED, THRESHOLD
@@ -134,7 +134,8 @@ def simulate_same_prompts(
     ]
     if any(key not in number for key in keys):
         return None
-    documents = [number[key] for key in keys]
+    further = further_documents(store.keys)
+    documents = [number[document] for key in keys for document in (key, *further.get(key, ()))]
     return simulate_heldout(
         drafter, store, documents, config.decoding, context.eos_ids, config.trainer.packed_length
     ).stats
@@ -175,19 +176,20 @@ def _answer_group(
     it.
     """
     ids = [context.template.first_prompt_ids(conversation) for conversation in group]
+    texts: list[list[str]] = [[] for _ in group]  # the answers so far, as a chat server returns them
     turns: list[list[tuple[list[int], GenerationResult]]] = [[] for _ in group]
     seconds = 0.0
     for turn in range(max(len(conversation.turns) for conversation in group)):
         rows = [
             row
             for row, conversation in enumerate(group)
-            if turn < len(conversation.turns) and (turn == 0 or _goes_on(turns[row]))
+            if turn == 0 or (len(turns[row]) == turn < len(conversation.turns) and _goes_on(turns[row]))
         ]
+        for row in rows if turn else ():
+            ids[row] = _next_prompt(context, group[row], texts[row], ids[row], len(turns[row][-1][0]))
+        rows = [row for row in rows if ids[row]]
         if not rows:
             break
-        if turn > 0:
-            for row in rows:
-                ids[row] = ids[row] + context.template.next_prompt_ids(group[row], turn, ids[row])
         prompts = [Prompt(ids[row], answer_limit(context, group[row], ids[row]), stream=first + row) for row in rows]
         start_s = time.perf_counter()
         results, timing = decode(prompts, on_tokens)
@@ -198,6 +200,21 @@ def _answer_group(
             turns[row].append((ids[row], result))
             ids[row] = ids[row] + result.ids
     return [_answer(conversation, turns[row], seconds / len(group), batch) for row, conversation in enumerate(group)]
+
+
+def _next_prompt(
+    context: Context, conversation: Conversation, texts: list[str], ids: list[int], start: int
+) -> list[int]:
+    """The whole prompt of the turn after the answer that begins at ``ids[start]``, which is added to ``texts``; empty if
+    the template cannot show that answer, or there is no room for another.
+    """
+    texts.append(context.template.answer_text(ids, start))
+    try:
+        following = context.template.next_prompt(conversation, texts, ids, start)
+    except InputError:
+        return []
+    prompt = ids + following.ids if following.continues else following.ids
+    return prompt if len(prompt) < context.config.target.max_length else []
 
 
 def _answer(

@@ -22,8 +22,13 @@ def decide(context: Context) -> Decision:
     folder = context.data_dir.hidden_states
     stored = set(StoredHiddenStates(folder).keys) if (folder / INDEX_NAME).is_file() else set()
     return context.data_dir.decide(
-        "capture", Inputs(fixed_inputs(context), growing_inputs(context)), whole=context.splits.keys() <= stored
+        "capture", Inputs(fixed_inputs(context), growing_inputs(context)), whole=_asked(context).keys() <= stored
     )
+
+
+def _asked(context: Context) -> dict[str, str]:
+    """Key -> split of every document of the responses that this configuration asks for."""
+    return ResponseStore(context.data_dir.responses).documents(context.splits)
 
 
 def fixed_inputs(context: Context) -> dict[str, object]:
@@ -31,7 +36,8 @@ def fixed_inputs(context: Context) -> dict[str, object]:
 
 
 def growing_inputs(context: Context) -> dict[str, object]:
-    return {"responses": f"{len(context.splits)} ({digest_strings(list(context.splits.items()))[:8]})"}
+    asked = _asked(context)
+    return {"responses": f"{len(asked)} ({digest_strings(list(asked.items()))[:8]})"}
 
 
 def capture(context: Context) -> None:
@@ -43,7 +49,8 @@ def capture(context: Context) -> None:
         return
     run_dir = context.data_dir
     with run_dir.running(decision) as outputs:
-        responses = ResponseStore(run_dir.responses).load(list(context.splits), context.splits)
+        asked = _asked(context)
+        responses = ResponseStore(run_dir.responses).load(list(asked), asked)
         meta = context.store_meta()
         tokens = sum(len(response.input_ids) for response in responses)
         # Buffers need be no larger than all that there is.
@@ -104,4 +111,4 @@ def _identity(context: Context, taps: tuple[int, ...]) -> dict[str, object]:
 
 
 def _numbers(context: Context, number: dict[str, int], split: str) -> Iterator[int]:
-    return (number[key] for key, side in context.splits.items() if side == split)
+    return (number[key] for key, side in _asked(context).items() if side == split)

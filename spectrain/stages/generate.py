@@ -52,9 +52,15 @@ def generate(context: Context) -> None:
         todo = [(conversation, split) for conversation, (key, split) in asked if key not in done]
         if todo:
             _generate(context, store, todo, len(conversations))
-        outputs |= {"responses": len(context.splits), **_counts(store.load(list(context.splits)))}
+        asked = store.documents(context.splits)
+        outputs |= {"responses": len(context.splits), "documents": len(asked), **_counts(store.load(list(asked)))}
     made = f"{outputs['responses']} responses, {outputs['generated_tokens']:,} generated tokens"
     say(f"generate: {made}, {outputs['cut_off']} answers cut off at the limit")
+    if outputs["documents"] > outputs["responses"]:
+        say(
+            f"note: the chat template shows earlier turns otherwise than they were answered, so a conversation's further "
+            f"turns are documents of their own: {outputs['documents']:,} documents"
+        )
 
 
 def _generate(context: Context, store: ResponseStore, todo: list[tuple[Conversation, str]], total: int) -> None:
