@@ -57,6 +57,8 @@ class VLLMEngine:
         self.open_vllm = open_vllm
         self._capturing = capturing
 
+    stored_together = 1  # vLLM makes its batches itself
+
     def response_key(self, conversation: Conversation, sampling: Sampling) -> str:
         return response_key(conversation, sampling, self.resolved.id, self.resolved.revision)
 
