@@ -204,8 +204,8 @@ MUTATIONS = (
     Mutation(
         "a turn is opened that has no room for an answer",
         ENGINES + "conversations.py",
-        "if len(dialogue.ids) + len(ids) >= self._max_length:",
-        "if len(dialogue.ids) + len(ids) > self._max_length:",
+        "if len(prompt.ids) + prompt.continues * len(dialogue.ids) >= self._max_length:",
+        "if len(prompt.ids) + prompt.continues * len(dialogue.ids) > self._max_length:",
         (CONVERSATIONS,),
     ),
     Mutation(

@@ -132,8 +132,8 @@ MUTATIONS = (
     Mutation(
         "held-out responses that became training ones change nothing",
         STAGES + "capture.py",
-        "digest_strings(list(context.splits.items()))",
-        "digest_strings(list(context.splits))",
+        "digest_strings(list(asked.items()))",
+        "digest_strings(list(asked))",
         (INPUTS,),
     ),
     Mutation(
