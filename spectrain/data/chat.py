@@ -222,10 +222,7 @@ class ChatTemplate:
         self, messages: Sequence[tuple[str, str]], tools: list[Any] | None, generation_prompt: bool, parts: bool
     ) -> str:
         rendered = self.tokenizer.apply_chat_template(
-            [
-                {"role": role, "content": [{"type": "text", "text": text}] if parts else text}
-                for role, text in messages
-            ],
+            [{"role": role, "content": [{"type": "text", "text": text}] if parts else text} for role, text in messages],
             tools=tools,
             tokenize=False,
             add_generation_prompt=generation_prompt,

@@ -96,9 +96,7 @@ def load_prompts(path: str | Path) -> list[Conversation]:
 
 def read_prompts(name: str, roots: Sequence[Path], asked_by: str) -> list[Conversation]:
     """The prompts of the file, the folder or the files that ``name`` means; ``asked_by``: the key that holds it."""
-    return [
-        conversation for path in find_prompt_files(name, roots, asked_by) for conversation in load_prompts(path)
-    ]
+    return [conversation for path in find_prompt_files(name, roots, asked_by) for conversation in load_prompts(path)]
 
 
 def _require(condition: object, message: str) -> None:

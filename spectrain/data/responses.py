@@ -204,9 +204,7 @@ class ResponseStore:
     def documents(self, splits: Mapping[str, str]) -> dict[str, str]:
         """``splits`` (key of a conversation -> split) with the further documents of each conversation after it."""
         further = further_documents(self.keys())
-        return {
-            document: split for key, split in splits.items() for document in (key, *further.get(key, ()))
-        }
+        return {document: split for key, split in splits.items() for document in (key, *further.get(key, ()))}
 
     def load(self, keys: Sequence[str] | None = None, splits: Mapping[str, str] | None = None) -> list[Response]:
         """The responses of ``keys``, in that order (None: all, in the order of their keys, which no order of completion

@@ -172,9 +172,7 @@ class Turns(Generic[Kind]):
             return False
         answers = [*dialogue.answers, self._template.answer_text(dialogue.ids, dialogue.answer_start)]
         try:
-            prompt = self._template.next_prompt(
-                dialogue.conversation, answers, dialogue.ids, dialogue.answer_start
-            )
+            prompt = self._template.next_prompt(dialogue.conversation, answers, dialogue.ids, dialogue.answer_start)
         except InputError as error:  # what is answered so far is right; a server could not go on either
             if not self._rejected:
                 say(f"note: {error}; this conversation, and others like it, end there")
