@@ -86,8 +86,8 @@ class ChatTemplate:
         """Ids up to where the first answer starts. Raises InputError if the template rejects the conversation."""
         if len(conversation.turns) > 1 and self._is_harmony:
             raise InputError(
-                f"{conversation.where}: servers render this target's conversations in the Harmony format, which its chat "
-                f"template does not follow from the second turn on: use single-turn prompts with this target"
+                f"{conversation.where}: servers render this target's conversations in the Harmony format, which its "
+                f"chat template does not follow from the second turn on: use single-turn prompts with this target"
             )
         return self._encode(self._render(conversation, ()))
 
@@ -97,12 +97,10 @@ class ChatTemplate:
         # After its prompt, because some tokenizers drop the blank before a word that they decode alone.
         return whole[len(prompt) :] if whole.startswith(prompt) else self._returned(ids[start:-1])
 
-    def next_prompt(
-        self, conversation: Conversation, answers: Sequence[str], ids: Sequence[int], start: int
-    ) -> NextPrompt:
+    def next_prompt(self, conversation: Conversation, answers: Sequence[str], ids: Sequence[int]) -> NextPrompt:
         """The prompt of the turn after ``answers``, which are those so far, as text.
 
-        ids: the document so far, whose last answer begins at ``start``; the prompt goes on it or not, see above.
+        ids: the document so far, which ends with the last answer; the prompt goes on it or not, see above.
         ChatML's "…4.<|im_end|>" is followed by "\\n<|im_start|>user\\n…<|im_end|>\\n<|im_start|>assistant\\n": the end
         token is there already and is not repeated.
 
@@ -301,8 +299,8 @@ class ChatTemplate:
                 shift = start - len(anchor)
                 return ids[len(before) :], [(a + shift, b + shift) for a, b in encoded["offset_mapping"][len(before) :]]
         raise InputError(
-            f"the target's tokenizer cannot continue a text with {full[start : start + _EXCERPT_CHARS]!r} as an answer: "
-            f"leave out the conversation's answers, or use a target with a byte-level tokenizer"
+            f"the target's tokenizer cannot continue a text with {full[start : start + _EXCERPT_CHARS]!r} as an "
+            f"answer: leave out the conversation's answers, or use a target with a byte-level tokenizer"
         )
 
     @cached_property

@@ -63,8 +63,8 @@ class PromptScreen:
             raise InputError(
                 f"{first.where}: prompt {first.id} is too long, with its answer it takes more than "
                 f"target.max_length={self._max_length} tokens ({self._look(first)[0]} without); "
-                f"{len(conversations) - len(fitting)} such prompts: raise target.max_length, remove them, or leave them "
-                f"out with data.skip_too_long=true"
+                f"{len(conversations) - len(fitting)} such prompts: raise target.max_length, remove them, or leave "
+                f"them out with data.skip_too_long=true"
             )
         return fitting
 

@@ -1,8 +1,8 @@
 """Conversations under way: what every engine does alike, whoever draws the tokens.
 
-Each answer is appended to the ids of its document exactly as it was generated. A further user turn goes on that document
-where a chat server would show the same, and begins a document of its own elsewhere (``data/chat.py``). A turn is
-answered with a seed of its own, made from ``sampling.seed``, the prompt and the number of the turn, so the random
+Each answer is appended to the ids of its document exactly as it was generated. A further user turn goes on that
+document where a chat server would show the same, and begins a document of its own elsewhere (``data/chat.py``). A turn
+is answered with a seed of its own, made from ``sampling.seed``, the prompt and the number of the turn, so the random
 numbers of an answer depend neither on which other conversations there are nor on a resumed run.
 """
 
@@ -172,7 +172,7 @@ class Turns(Generic[Kind]):
             return False
         answers = [*dialogue.answers, self._template.answer_text(dialogue.ids, dialogue.answer_start)]
         try:
-            prompt = self._template.next_prompt(dialogue.conversation, answers, dialogue.ids, dialogue.answer_start)
+            prompt = self._template.next_prompt(dialogue.conversation, answers, dialogue.ids)
         except InputError as error:  # what is answered so far is right; a server could not go on either
             if not self._rejected:
                 say(f"note: {error}; this conversation, and others like it, end there")

@@ -19,8 +19,8 @@ def load_suite(
     """The conversations of a suite, at most ``config.max_prompts``, without their answers if they were imported with
     some.
 
-    ``config.prompts`` is "heldout" for ``heldout``, this run's own, or a prompt file, folder or pattern: as seen from the working
-    directory, then in ``roots``. A prompt that occurs twice counts once. ``system``: for conversations of a file that
+    ``config.prompts`` is "heldout" for ``heldout``, this run's own, or a prompt file, folder or pattern: as seen from
+    the working directory, then in ``roots``. A prompt that occurs twice counts once. ``system``: for conversations of a file that
     have no system prompt of their own. Raises InputError for a file that is missing or broken, and for a run without
     held-out prompts.
     """

@@ -205,12 +205,12 @@ def _answer_group(
 def _next_prompt(
     context: Context, conversation: Conversation, texts: list[str], ids: list[int], start: int
 ) -> list[int]:
-    """The whole prompt of the turn after the answer that begins at ``ids[start]``, which is added to ``texts``; empty if
-    the template cannot show that answer, or there is no room for another.
+    """The whole prompt of the turn after the answer that begins at ``ids[start]``, which is added to ``texts``; empty
+    if the template cannot show that answer, or there is no room for another.
     """
     texts.append(context.template.answer_text(ids, start))
     try:
-        following = context.template.next_prompt(conversation, texts, ids, start)
+        following = context.template.next_prompt(conversation, texts, ids)
     except InputError:
         return []
     prompt = ids + following.ids if following.continues else following.ids

@@ -57,14 +57,15 @@ def generate(context: Context) -> None:
                     "distribution, but need not be the same tokens"
                 )
             _generate(context, store, todo, len(conversations))
-        asked = store.documents(context.splits)
-        outputs |= {"responses": len(context.splits), "documents": len(asked), **_counts(store.load(list(asked)))}
+        documents = store.documents(context.splits)
+        counts = _counts(store.load(list(documents)))
+        outputs |= {"responses": len(context.splits), "documents": len(documents), **counts}
     made = f"{outputs['responses']} responses, {outputs['generated_tokens']:,} generated tokens"
     say(f"generate: {made}, {outputs['cut_off']} answers cut off at the limit")
     if outputs["documents"] > outputs["responses"]:
         say(
-            f"note: the chat template shows earlier turns otherwise than they were answered, so a conversation's further "
-            f"turns are documents of their own: {outputs['documents']:,} documents"
+            f"note: the chat template shows earlier turns otherwise than they were answered, so a conversation's "
+            f"further turns are documents of their own: {outputs['documents']:,} documents"
         )
 
 

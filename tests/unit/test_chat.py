@@ -179,7 +179,7 @@ def test_next_prompt_continues_after_the_end_token(style: str) -> None:
     text = " anything" if style == "mistral" else "anything"
     so_far = prompt + encode(template, text + END_OF_TURN[style])
     assert template.answer_text(so_far, len(prompt)) == text
-    following = template.next_prompt(conversation(answers=None), [text.strip()], so_far, len(prompt))
+    following = template.next_prompt(conversation(answers=None), [text.strip()], so_far)
     if style == "mistral":
         assert not following.continues
         assert template.tokenizer.decode(following.ids[len(so_far) :]) == NEXT_PROMPTS[style]
@@ -194,7 +194,7 @@ def test_nothing_follows_a_truncated_answer() -> None:
     prompt = template.first_prompt_ids(conversation())
     for truncated in ([], prompt, encode(template, "4 and")):
         with pytest.raises(ValueError, match="truncated"):
-            template.next_prompt(conversation(), ["4 and"], truncated, 0)
+            template.next_prompt(conversation(), ["4 and"], truncated)
 
 
 def test_the_placeholder_is_no_word_of_the_conversation() -> None:
@@ -232,10 +232,9 @@ def test_importing_equals_generating_the_same_answers(style: str) -> None:
     ids, mask = template.first_prompt_ids(whole), [0] * len(template.first_prompt_ids(whole))
     for turn, answer in enumerate(ANSWERS):
         if turn > 0:
-            following = template.next_prompt(whole, ANSWERS[:turn], ids, start)
+            following = template.next_prompt(whole, ANSWERS[:turn], ids)
             assert following.continues
             ids, mask = ids + following.ids, mask + [0] * len(following.ids)
-        start = len(ids)
         generated = encode(template, answer + END_OF_TURN[style])
         ids, mask = ids + generated, mask + [1] * len(generated)
     imported_ids, imported_mask = template.render_answered(whole)

@@ -253,7 +253,7 @@ def test_every_turn_is_greedy_after_what_a_server_shows(family: str, tmp_path: P
             greedy = full_logits(engine, ids).argmax(-1).tolist()
             starts = [i for i, counts in enumerate(mask) if counts and not mask[i - 1]]
             for start in starts:
-                end = start + (mask + [0])[start:].index(0)
+                end = start + [*mask, 0][start:].index(0)
                 prompt = served_prompt(engine, conversation, answers)
                 assert start != starts[0] or ids[:start] == prompt
                 assert tokenizer.decode(ids[:start]) == tokenizer.decode(prompt)

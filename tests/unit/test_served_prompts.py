@@ -41,7 +41,7 @@ def second_prompt(template: ChatTemplate, generated: str) -> tuple[list[int], bo
     prompt = template.first_prompt_ids(CHAT)
     ids = prompt + encode(template, generated)
     text = template.answer_text(ids, len(prompt))
-    following = template.next_prompt(CHAT, [text], ids, len(prompt))
+    following = template.next_prompt(CHAT, [text], ids)
     return ids * following.continues + following.ids, following.continues
 
 
@@ -158,7 +158,7 @@ def test_neither_blank_nor_bos_is_doubled(kind: str, shape: str) -> None:
     if whole[: len(prompt)] != prompt:
         generated = [*encode(template, "4. Four,"), tokenizer.eos_token_id]
     text = template.answer_text(prompt + generated, len(prompt))
-    following = template.next_prompt(CHAT, [text], prompt + generated, len(prompt))
+    following = template.next_prompt(CHAT, [text], prompt + generated)
     expected = served(tokenizer, CHAT.turns, (text,))
     if following.continues:
         assert expected[-len(following.ids) - 1 :] == [tokenizer.eos_token_id, *following.ids]

@@ -168,7 +168,7 @@ def test_every_conversation_is_answered_once_and_vllm_is_kept_full() -> None:
                 break
             turn += 1
             texts.append(template.answer_text(at, start))
-            following = template.next_prompt(response.conversation, texts, at, start)
+            following = template.next_prompt(response.conversation, texts, at)
             if not following.continues:
                 assert documents.pop(key) == at
                 key = f"{response.key}-{turn + 1}"
