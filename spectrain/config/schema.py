@@ -132,7 +132,13 @@ class SamplingConfig(Section, name="sampling"):
         below=_TOP_K,
     )
     max_new_tokens: int = key(512, "tokens that the target generates at most in one turn", at_least=1)
-    seed: int = key(0, "seed of the answers", at_least=0, below=_SEEDS)
+    seed: int = key(
+        0,
+        "seed of the answers; hf draws the same tokens again, also after an interruption; vLLM, whose batches may "
+        "differ, from the same distribution",
+        at_least=0,
+        below=_SEEDS,
+    )
 
     def _check(self) -> None:
         _check_temperature("sampling.temperature", self.temperature)

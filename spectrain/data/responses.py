@@ -2,8 +2,8 @@
 
 A response is known by its key, a digest of what it depends on (prompt, sampling, target), with the number of its first
 turn where that is not the conversation's first. The store holds a set of keys, so it does not matter in which order
-responses are finished, how often a generation was killed, or whether one comes twice. A part file appears under its name only when it is whole and on disk: a kill loses at most the responses
-that were not appended yet.
+responses are finished, how often a generation was killed, or whether one comes twice. A part file appears under its
+name only when it is whole and on disk: a kill loses at most the responses that were not appended yet.
 """
 
 from __future__ import annotations

@@ -20,9 +20,9 @@ def load_suite(
     some.
 
     ``config.prompts`` is "heldout" for ``heldout``, this run's own, or a prompt file, folder or pattern: as seen from
-    the working directory, then in ``roots``. A prompt that occurs twice counts once. ``system``: for conversations of a file that
-    have no system prompt of their own. Raises InputError for a file that is missing or broken, and for a run without
-    held-out prompts.
+    the working directory, then in ``roots``. A prompt that occurs twice counts once. ``system``: for conversations of a
+    file that have no system prompt of their own. Raises InputError for a file that is missing or broken, and for a run
+    without held-out prompts.
     """
     if config.prompts == HELDOUT:
         conversations = list(heldout)
