@@ -229,4 +229,11 @@ MUTATIONS = (
         "if self._error is not None:",
         (SERVERS + "::test_answers_come_before_the_error",),
     ),
+    Mutation(
+        "a conversation counts as stored before its further documents",
+        ENGINES + "conversations.py",
+        "return [self.response(sampling), *reversed(self.finished)]",
+        "return [*self.finished, self.response(sampling)]",
+        (CONVERSATIONS,),
+    ),
 )

@@ -213,4 +213,11 @@ MUTATIONS = (
         "if folder == context.run_dir.drafter:",
         ("tests/unit/test_checks.py::test_training_goes_on_from_a_folder_with_its_taps_and_never_from_its_own_output",),
     ),
+    Mutation(
+        "responses are stored before those that share their batches",
+        STAGES + "generate.py",
+        "        if self._answered % self._together == 0:\n",
+        "        if self._answered:\n",
+        ("tests/pipeline/test_resumed_sampling.py",),
+    ),
 )
