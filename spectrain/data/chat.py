@@ -95,7 +95,8 @@ class ChatTemplate:
         """What a chat server returns for the answer that begins at ``ids[start]`` and ends with its end token."""
         prompt, whole = self._returned(ids[:start]), self._returned(ids[:-1])
         # After its prompt, because some tokenizers drop the blank before a word that they decode alone.
-        return whole[len(prompt) :] if whole.startswith(prompt) else self._returned(ids[start:-1])
+        text = whole[len(prompt) :] if whole.startswith(prompt) else self._returned(ids[start:-1])
+        return text.rstrip("\ufffd")  # bytes of a character that never became whole: vLLM waits for the rest
 
     def next_prompt(self, conversation: Conversation, answers: Sequence[str], ids: Sequence[int]) -> NextPrompt:
         """The prompt of the turn after ``answers``, which are those so far, as text.

@@ -260,7 +260,8 @@ def test_every_turn_is_greedy_after_what_a_server_shows(family: str, tmp_path: P
                 assert ids[start:end] == greedy[start - 1 : end - 1]
                 stopped = ids[end - 1] in END_IDS
                 assert stopped or end - start == 30
-                answers.append(tokenizer.decode(ids[start : end - 1], skip_special_tokens=True))
+                # vLLM returns no character at the end whose bytes are not all there (tests/vllm/test_server.py).
+                answers.append(tokenizer.decode(ids[start : end - 1], skip_special_tokens=True).rstrip("\ufffd"))
             assert response.finish_reason == ("stop" if stopped else "length")
         assert len(answers) == 3 or found[-1].finish_reason == "length"
         turns_answered[len(answers)] += 1

@@ -93,6 +93,17 @@ def test_another_end_token_and_special_tokens_inside_are_not_shown(style: str, i
     assert template.tokenizer.decode(ids).count(role.get(style, "<|im_end|>\n<|im_start|>user")) >= 1
 
 
+def test_a_character_that_is_cut_at_the_end_is_not_returned() -> None:
+    template = make_template("chatml")
+    prompt = template.first_prompt_ids(CHAT)
+    smile = [*encode(template, "4 "), *encode(template, "🙂")[:-1]]
+    end = template.tokenizer.eos_token_id
+    text = template.answer_text([*prompt, *smile, end], len(prompt))
+    assert text == "4 "
+    following = template.next_prompt(CHAT, [text], [*prompt, *smile, end])
+    assert (following.ids, following.continues) == (served(template.tokenizer, CHAT.turns, ("4 ",)), False)
+
+
 def test_a_template_that_hides_or_moves_earlier_answers() -> None:
     tokenizer = make_tokenizer("chatml")
     for text in ("{{ messages[-1]['content'] }}<|im_end|>", "{{ messages | length }}{{ messages[-1]['content'] }}"):
