@@ -81,14 +81,14 @@ class TargetConfig(Section, name="target"):
 
 @dataclass(frozen=True)
 class DataConfig(Section, name="data"):
-    """Prompts (group ``data``). Files are JSON lines ``{"turns": ["…"]}`` with optional ``id``, ``system``,
-    ``category``; lines ``{"messages": [{"role": …, "content": …}]}`` that already hold answers are imported, not
-    generated."""
+    """Prompts (group ``data``). Files are JSON lines, a JSON array or Parquet rows, compressed or not, of
+    ``{"turns": ["…"]}`` with optional ``id``, ``system``, ``category``; ``{"messages": [{"role": …, "content": …}]}``
+    that already hold answers are imported, not generated."""
 
     train: tuple[str, ...] = key(
         (),
-        "files of training prompts; a relative name is looked up beside the working directory, then among the shipped "
-        "prompts",
+        "files of training prompts, folders of them, or patterns such as data/*.jsonl; a relative name is looked up "
+        "beside the working directory, then among the shipped prompts",
         example="[A.jsonl,B.jsonl]",
     )
     heldout: tuple[str, ...] = key(
@@ -113,6 +113,11 @@ class DataConfig(Section, name="data"):
         None,
         "system prompt of conversations that have none; null: what the chat template does by itself",
         example='"Be brief."',
+    )
+    skip_too_long: bool = key(
+        False,
+        "leave out prompts that leave no room for an answer in target.max_length, and say how many; false: they are an "
+        "error",
     )
     seed: int = key(0, "seed of the choice of prompts", at_least=0, below=_SEEDS)
 
@@ -144,7 +149,13 @@ class SamplingConfig(Section, name="sampling"):
         below=_TOP_K,
     )
     max_new_tokens: int = key(512, "tokens that the target generates at most in one turn", at_least=1, at_most=1 << 24)
-    seed: int = key(0, "seed of the answers", at_least=0, below=_SEEDS)
+    seed: int = key(
+        0,
+        "seed of the answers; hf draws the same tokens again, also after an interruption; vLLM, whose batches may "
+        "differ, from the same distribution",
+        at_least=0,
+        below=_SEEDS,
+    )
 
     def _check(self) -> None:
         _check_temperature("sampling.temperature", self.temperature)

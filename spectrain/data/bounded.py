@@ -9,11 +9,11 @@ from __future__ import annotations
 import resource
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 _PAGE_BYTES = resource.getpagesize()
 _AGAIN_S = 1.0  # between two signals, in case that one was lost
@@ -57,3 +57,31 @@ def _limit_memory(limits: tuple[int, int], more_bytes: int) -> None:
     wanted = int(statm.read_text(encoding="ascii").split()[0]) * _PAGE_BYTES + more_bytes
     bounds = [limit for limit in limits if limit != resource.RLIM_INFINITY]
     resource.setrlimit(resource.RLIMIT_AS, (min([wanted, *bounds]), limits[1]))
+
+
+# --- templates -----------------------------------------------------------------------------------------------------
+
+# Rendering takes a millisecond. Its text is at most a few times what it is made of.
+RENDER_S, _RENDER_BYTES, _MOST_CHARS = 10.0, 1 << 31, 1 << 25
+
+
+class RejectedError(Exception):
+    """What a template raised, by its own word or by stumbling, in words."""
+
+
+def render_template(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None, generation_prompt: bool
+) -> str:
+    """The text of messages by the target's own chat template. Raises RejectedError, and OutOfTimeError."""
+    try:
+        with bounded(RENDER_S, _RENDER_BYTES):
+            rendered = tokenizer.apply_chat_template(
+                messages, tools=tools, tokenize=False, add_generation_prompt=generation_prompt
+            )
+    except OutOfTimeError:
+        raise
+    except Exception as error:  # a template is a program of anybody's: dividing by zero is one of many ways
+        raise RejectedError(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__) from error
+    if not isinstance(rendered, str) or len(rendered) > _MOST_CHARS:
+        raise RejectedError(f"it gives more than {_MOST_CHARS:,} characters")
+    return rendered

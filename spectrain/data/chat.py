@@ -1,14 +1,16 @@
 """The target's chat template: from conversations to token ids, and which of those ids the target produced.
 
-Three rules keep training on exactly what vLLM sees:
+A chat server renders a conversation anew for every turn, with its earlier answers as text. Three rules keep training on
+exactly what it sees:
 
-* A generated answer is never decoded and tokenised again: the next prompt is appended to the ids as they were
-  generated.
-* What follows an answer up to the next generation prompt is found by rendering a placeholder instead of the answer.
-* In an imported conversation each answer must follow, unaltered, right where vLLM would have begun to generate it:
-  the rendered prompt of every turn is a prefix of the rendered whole. Templates that rewrite earlier turns (by removing
-  their thinking, say) break this for some conversations; then there is no single sequence to train on, and the error
-  shows where.
+* A document goes on over a further turn only where the server would show its text unaltered: the answer as it was
+  generated, then the very end token that was generated, then the user's turn. There the ids stay as they were
+  generated; nothing is decoded and tokenised again.
+* Everywhere else the further turn begins a document of its own, whose prompt is what the server renders: after a
+  template that removes the thinking of earlier answers or trims them, after an answer that ended with another end token
+  than the template writes, or that has special tokens inside, which a server does not return.
+* An imported conversation is cut into documents in the same way. Within each, every answer follows, unaltered, right
+  where vLLM would have begun to generate it: the rendered prompt of a turn is a prefix of the rendered document.
 """
 
 from __future__ import annotations
@@ -16,22 +18,44 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
-from spectrain.data.bounded import OutOfTimeError, bounded
+from spectrain.data.bounded import RENDER_S, OutOfTimeError, RejectedError, render_template
 from spectrain.data.prompts import Conversation
 from spectrain.errors import InputError
 from spectrain.target.spec import end_token_ids
 
 _EXCERPT_CHARS = 40
-# Rendering takes a millisecond. Its text is at most a few times what it is made of.
-RENDER_S, _RENDER_BYTES, _MOST_CHARS = 10.0, 1 << 31, 1 << 25
+_MARK = "placeholder"
+_ANCHORS = ("\n", ".", "a")  # texts after which a tokenizer that puts a blank before every text is asked for more
 
 
-class _RejectedError(Exception):
-    """What a template raised, by its own word or by stumbling, in words."""
+@dataclass(frozen=True)
+class NextPrompt:
+    """The ids of a further turn's prompt. ``continues``: they go on the document so far; otherwise they are the prompt
+    of a document of its own.
+    """
+
+    ids: list[int]
+    continues: bool
+
+
+@dataclass(frozen=True)
+class AnsweredDocument:
+    """Turns ``first_turn`` (counted from 0) to ``first_turn + n`` of a conversation that has answers. ``mask`` is 1 on
+    their answers and end tokens; earlier turns are context.
+    """
+
+    first_turn: int
+    ids: list[int]
+    mask: list[int]
+
+
+class _AlteredError(InputError):
+    """The template shows an answer or what is before it otherwise once there is more of the conversation."""
 
 
 class ChatTemplate:
@@ -58,35 +82,79 @@ class ChatTemplate:
 
     def first_prompt_ids(self, conversation: Conversation) -> list[int]:
         """Ids up to where the first answer starts. Raises InputError if the template rejects the conversation."""
+        if len(conversation.turns) > 1 and self._is_harmony:
+            raise InputError(
+                f"{conversation.where}: servers render this target's conversations in the Harmony format, which its "
+                f"chat template does not follow from the second turn on: use single-turn prompts with this target"
+            )
         return self._encode(self._render(conversation, ()))
 
-    def next_prompt_ids(self, conversation: Conversation, turn_index: int, ids_so_far: Sequence[int]) -> list[int]:
-        """Ids to append to ``ids_so_far``, which end with the answer to turn ``turn_index - 1`` (turns count from 0),
-        so that turn ``turn_index`` can be answered.
+    def answer_text(self, ids: Sequence[int], start: int) -> str:
+        """What a chat server returns for the answer that begins at ``ids[start]`` and ends with its end token."""
+        prompt, whole = self._returned(ids[:start]), self._returned(ids[:-1])
+        # After its prompt, because some tokenizers drop the blank before a word that they decode alone.
+        text = whole[len(prompt) :] if whole.startswith(prompt) else self._returned(ids[start:-1])
+        return text.rstrip("\ufffd")  # bytes of a character that never became whole: vLLM waits for the rest
 
-        The answer's own end token is in ``ids_so_far`` already and is not repeated: ChatML's "…4.<|im_end|>" is
-        followed by "\\n<|im_start|>user\\n…<|im_end|>\\n<|im_start|>assistant\\n".
+    def next_prompt(self, conversation: Conversation, answers: Sequence[str], ids: Sequence[int]) -> NextPrompt:
+        """The prompt of the turn after ``answers``, which are those so far, as text.
+
+        ids: the document so far, which ends with the last answer; the prompt goes on it or not, see above.
+        ChatML's "…4.<|im_end|>" is followed by "\\n<|im_start|>user\\n…<|im_end|>\\n<|im_start|>assistant\\n": the end
+        token is there already and is not repeated.
 
         Raises ValueError if the last answer has no end token: a truncated answer ends its conversation. Raises
-        InputError if the template does not show earlier answers.
+        InputError if the template rejects the answers.
         """
-        if not ids_so_far or not (ids_so_far[-1] in self._end_ids or self._is_special(ids_so_far[-1])):
+        if not ids or not (ids[-1] in self._end_ids or self._is_special(ids[-1])):
             raise ValueError("the answer so far was truncated: nothing may follow it")
-        mark = _unused_mark(conversation)
-        rendered = self._render(conversation, ("…",) * (turn_index - 1) + (mark,))
-        if rendered.count(mark) != 1:
-            raise InputError(
-                f"{conversation.where}: the target's chat template does not show the answer of turn {turn_index} once "
-                f"in the prompt "
-                f"of turn {turn_index + 1}: use single-turn prompts with this target"
-            )
-        ids = self._encode(rendered.split(mark)[1])
-        end = self._end_position(ids)
-        return ids if end is None else ids[end + 1 :]
+        rendered = self._render(conversation, answers)
+        served = self._encode(rendered)
+        before = self._render(conversation, answers[:-1]) + answers[-1]
+        after = self._encode(rendered[len(before) :]) if rendered.startswith(before) else []
+        continues = (
+            after[:1] == [ids[-1]]
+            and served[-len(after) :] == after
+            and self._whole_text(served[: -len(after)]) == self._whole_text(ids[:-1])
+        )
+        return NextPrompt(after[1:], True) if continues else NextPrompt(served, False)
 
-    def render_answered(self, conversation: Conversation) -> tuple[list[int], list[int]]:
-        """(input_ids, loss_mask) of a conversation that has answers: 1 on each answer and on its end-of-turn token, 0
-        elsewhere.
+    def answered_documents(self, conversation: Conversation) -> list[AnsweredDocument]:
+        """The documents of a conversation that has answers, in order: one, or as few as the template allows.
+
+        Raises InputError, saying where, if an answer does not appear unaltered even as the last one.
+        """
+        documents: list[AnsweredDocument] = []
+        first = 0
+        while first < len(conversation.turns):
+            document, first = self._longest_document(conversation, first)
+            documents.append(document)
+        return documents
+
+    def _longest_document(self, conversation: Conversation, first: int) -> tuple[AnsweredDocument, int]:
+        """The document of turn ``first`` and as many after it as the template leaves alone, and the turn after them."""
+        count = len(conversation.turns)
+        try:
+            return self._document(conversation, first, count), count  # nearly always
+        except _AlteredError:
+            if first + 1 == count:
+                raise
+        document, end = self._document(conversation, first, first + 1), first + 1
+        while end + 1 < count:
+            try:
+                document, end = self._document(conversation, first, end + 1), end + 1
+            except _AlteredError:
+                break
+        return document, end
+
+    def _document(self, conversation: Conversation, first: int, end: int) -> AnsweredDocument:
+        answers = None if conversation.answers is None else conversation.answers[:end]
+        part = replace(conversation, turns=conversation.turns[:end], answers=answers)
+        return AnsweredDocument(first, *self.render_answered(part, first))
+
+    def render_answered(self, conversation: Conversation, first_turn: int = 0) -> tuple[list[int], list[int]]:
+        """(input_ids, loss_mask) of a conversation that has answers, as one document: 1 on each answer from
+        ``first_turn`` on and on its end-of-turn token, 0 elsewhere.
 
         Raises InputError, saying where, if the prompt of a turn is not a prefix of the whole or an answer does not
         appear unaltered.
@@ -96,13 +164,12 @@ class ChatTemplate:
             raise ValueError(f"conversation {conversation.id} has no answers")
         full = self._render(conversation, answers)
         spans, prompt_lengths = [], []
-        for turn in range(len(answers)):
+        for turn in range(first_turn, len(answers)):
             prompt = self._render(conversation, answers[:turn])
             if not full.startswith(prompt):
-                raise InputError(
+                raise _AlteredError(
                     f"{conversation.where}: the target's chat template rewrites earlier text once turn {turn + 1} is "
-                    f"answered, so the "
-                    f"conversation cannot be imported whole: {_difference(prompt, full)}; split it into single turns"
+                    f"answered, so the answer cannot be imported: {_difference(prompt, full)}"
                 )
             prompt_lengths.append(len(prompt))
             spans.append(self._answer_span(conversation, turn, full, len(prompt)))
@@ -120,7 +187,7 @@ class ChatTemplate:
         """
         try:
             return self._apply(conversation, answers, conversation.system)
-        except _RejectedError as error:
+        except RejectedError as error:
             hint = "change the conversation, or the target's chat template"
             if conversation.system is not None and self._takes(conversation, answers):
                 hint = (
@@ -134,35 +201,47 @@ class ChatTemplate:
         """Whether the template takes the conversation without its system prompt."""
         try:
             self._apply(conversation, answers, None)
-        except _RejectedError:
+        except RejectedError:
             return False
         return True
 
     def _apply(self, conversation: Conversation, answers: Sequence[str], system: str | None) -> str:
-        messages = [] if system is None else [{"role": "system", "content": system}]
+        messages = [] if system is None else [("system", system)]
         turns = conversation.turns[: len(answers) + 1]
         for index, turn in enumerate(turns):
-            messages.append({"role": "user", "content": turn})
+            messages.append(("user", turn))
             if index < len(answers):
-                messages.append({"role": "assistant", "content": answers[index]})
+                messages.append(("assistant", answers[index]))
+        tools = None if conversation.tools is None else list(conversation.tools)
         try:
-            with bounded(RENDER_S, _RENDER_BYTES):
-                rendered = self.tokenizer.apply_chat_template(
-                    messages,
-                    tools=None if conversation.tools is None else list(conversation.tools),
-                    tokenize=False,
-                    add_generation_prompt=len(turns) > len(answers),
-                )
+            return self._apply_to(messages, tools, len(turns) > len(answers), self._takes_parts)
         except OutOfTimeError as error:
             raise InputError(
                 f"{conversation.where}: the target's chat template did not end within {RENDER_S:g} s: correct the "
                 f"template"
             ) from error
-        except Exception as error:  # a template is a program of anybody's: dividing by zero is one of many ways
-            raise _RejectedError(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__) from error
-        if not isinstance(rendered, str) or len(rendered) > _MOST_CHARS:
-            raise _RejectedError(f"it gives more than {_MOST_CHARS:,} characters")
-        return rendered
+
+    def _apply_to(
+        self, messages: Sequence[tuple[str, str]], tools: list[Any] | None, generation_prompt: bool, parts: bool
+    ) -> str:
+        """Raises RejectedError, and OutOfTimeError."""
+        return render_template(
+            self.tokenizer,
+            [{"role": role, "content": [{"type": "text", "text": text}] if parts else text} for role, text in messages],
+            tools,
+            generation_prompt,
+        )
+
+    @cached_property
+    def _takes_parts(self) -> bool:
+        """Whether the template wants a message's content as a list of parts, as vLLM then gives it: templates of
+        targets that see images walk over the parts, and some show nothing of a plain text.
+        """
+        try:
+            rendered = self._apply_to([("user", _MARK)], None, True, parts=True)
+        except (RejectedError, OutOfTimeError):
+            return False
+        return _MARK in rendered and "'text'" not in rendered  # the list itself would be written with its names
 
     def _answer_span(self, conversation: Conversation, turn: int, full: str, prompt_length: int) -> tuple[int, int]:
         """Character span of an answer in ``full``. Templates may trim its white space, but not change it otherwise."""
@@ -177,16 +256,22 @@ class ChatTemplate:
             fits = prompt_length <= start <= end and full[:start] == before[:start] and full[end:] == after
             if fits and full[start:end].strip() == answer.strip():
                 return start, end
-        raise InputError(
-            f"{conversation.where}: the target's chat template alters the answer of turn {turn + 1}, so the "
-            f"conversation cannot be "
-            f"imported whole: {_difference(answer.strip(), full[prompt_length:].lstrip())}; split it into single turns"
+        raise _AlteredError(
+            f"{conversation.where}: the target's chat template alters the answer of turn {turn + 1}, so it cannot be "
+            f"imported: {_difference(answer.strip(), full[prompt_length:].lstrip())}"
         )
 
     # Tokens
 
     def _encode(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def _returned(self, ids: Sequence[int]) -> str:
+        """Ids as the text that a server returns."""
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def _whole_text(self, ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def _encode_with_offsets(self, full: str, prompt_lengths: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
         """Ids of ``full`` with their character spans. A server tokenises a prompt alone, so where the tokenizer would
@@ -197,18 +282,37 @@ class ChatTemplate:
             )
         cuts = [0]
         for length in prompt_lengths:
-            head = self._encode(full[cuts[-1] : length])
-            if self._encode(full[cuts[-1] :])[: len(head)] != head:
+            head = self._encode_from(full, cuts[-1], length)[0]
+            if self._encode_from(full, cuts[-1], len(full))[0][: len(head)] != head:
                 cuts.append(length)
         ids: list[int] = []
         offsets: list[tuple[int, int]] = []
         for start, end in pairwise([*cuts, len(full)]):
-            encoded = self.tokenizer(
-                full[start:end], add_special_tokens=False, return_offsets_mapping=True, verbose=False
-            )
-            ids += encoded["input_ids"]
-            offsets += [(first + start, last + start) for first, last in encoded["offset_mapping"]]
+            more, spans = self._encode_from(full, start, end)
+            ids += more
+            offsets += spans
         return ids, offsets
+
+    def _encode_from(self, full: str, start: int, end: int) -> tuple[list[int], list[tuple[int, int]]]:
+        """Ids of ``full[start:end]`` as they are after other text, and their character spans in ``full``."""
+        for anchor in _ANCHORS if start and self._puts_blank_before else ("",):
+            encoded = self.tokenizer(
+                anchor + full[start:end], add_special_tokens=False, return_offsets_mapping=True, verbose=False
+            )
+            ids, before = encoded["input_ids"], self._encode(anchor)
+            if ids[: len(before)] == before:
+                shift = start - len(anchor)
+                return ids[len(before) :], [(a + shift, b + shift) for a, b in encoded["offset_mapping"][len(before) :]]
+        raise InputError(
+            f"the target's tokenizer cannot continue a text with {full[start : start + _EXCERPT_CHARS]!r} as an "
+            f"answer: leave out the conversation's answers, or use a target with a byte-level tokenizer"
+        )
+
+    @cached_property
+    def _puts_blank_before(self) -> bool:
+        """Whether the tokenizer puts a blank before every text, so that a part encoded alone has a token too many."""
+        before, together = self._encode("\n"), self._encode("\na")
+        return together[: len(before)] == before and together[len(before) :] != self._encode("a")
 
     def _supervise(self, mask: list[int], ids: list[int], offsets: list[tuple[int, int]], start: int, end: int) -> None:
         """Set ``mask`` on the tokens of the answer in characters [start, end) and on the end-of-turn token that closes
@@ -235,24 +339,34 @@ class ChatTemplate:
         return None
 
     def _is_special(self, token: int) -> bool:
-        added = self.tokenizer.added_tokens_decoder.get(token)
-        return added is not None and added.special
+        return token in self._special
+
+    @cached_property
+    def _special(self) -> frozenset[int]:
+        """Ids that a server leaves out of what it returns."""
+        return frozenset(self.tokenizer.all_special_ids) | {
+            token for token, added in self.tokenizer.added_tokens_decoder.items() if added.special
+        }
 
     @cached_property
     def _end_ids(self) -> frozenset[int]:
         """The given end ids, and the special token with which the template itself closes an answer (Gemma's
         <end_of_turn>, where the tokenizer's own end token is another)."""
-        mark = "placeholder"
         try:
-            rendered = self._apply(Conversation(id="", turns=("question",)), (mark,), None)
-        except _RejectedError:
+            rendered = self._apply(Conversation(id="", turns=("question",)), (_MARK,), None)
+        except RejectedError:
             return self._given_end_ids
-        for token in self._encode(rendered.partition(mark)[2]):
+        for token in self._encode(rendered.partition(_MARK)[2]):
             if self._is_special(token):
                 return self._given_end_ids | {token}
             if self.tokenizer.decode([token]).strip():
                 break
         return self._given_end_ids
+
+    @cached_property
+    def _is_harmony(self) -> bool:
+        """Whether it is a target of the gpt-oss kind, whose answers are several messages on channels."""
+        return {"<|start|>", "<|channel|>"} <= {str(token) for token in self.tokenizer.added_tokens_decoder.values()}
 
 
 def _unused_mark(conversation: Conversation) -> str:
@@ -260,7 +374,7 @@ def _unused_mark(conversation: Conversation) -> str:
     text = "\n".join(
         (conversation.system or "", json.dumps(conversation.tools), *conversation.turns, *(conversation.answers or ()))
     )
-    mark = "placeholder"
+    mark = _MARK
     while mark in text:
         mark += "x"
     return mark

@@ -1,9 +1,9 @@
 """Prompts: the conversations that the target is asked to answer, and their division into training and held-out.
 
-A prompt file is JSON lines. Either ``{"turns": ["…"]}``, user turns to be answered one after the other, with optional
+A record of a prompt file is either ``{"turns": ["…"]}``, user turns to be answered one after the other, with optional
 ``id``, ``system``, ``category``, ``tools``; or ``{"messages": [{"role": …, "content": …}]}``, whose answers, if there
-are any, are imported. A line that is anything else is an error that names the line: a prompt that is silently skipped
-or repaired would make two runs incomparable.
+are any, are imported. A record that is anything else is an error that says where it is: a prompt that is silently
+skipped or repaired would make two runs incomparable. How records are stored: ``prompt_files.py``.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from spectrain.config.schema import DataConfig
+from spectrain.data.prompt_files import BrokenRecordError, find_prompt_file, find_prompt_files, plain_stem, records
 from spectrain.errors import ConfigError, InputError
-from spectrain.reading import check_file
+
+__all__ = ["Conversation", "PromptSplit", "find_prompt_file", "load_prompts", "read_prompts", "split_prompts"]
 
 _Kind = TypeVar("_Kind")
-_MOST_BYTES = 1 << 40
 _FIELDS = ("turns", "messages", "id", "system", "category", "tools")
 
 
@@ -72,20 +72,20 @@ def digest_json(value: object) -> str:
 def load_prompts(path: str | Path) -> list[Conversation]:
     """Read one prompt file, in order. A conversation without ``id`` is called "<file stem>-<line number>".
 
-    Blank lines, a byte order mark and CRLF line ends are fine. Raises InputError, with file and line, for anything that
-    is not a prompt, for an id that comes twice, and for a file without prompts.
+    Raises InputError, with file and line, for anything that is not a prompt, for an id that comes twice, and for a file
+    without prompts.
     """
     path = Path(path)
     conversations: list[Conversation] = []
-    line_of_id: dict[str, int] = {}
-    for number, line in _lines(path):
+    number_of_id: dict[str, int] = {}
+    for where, number, read in records(path):
         try:
-            conversation = _parse(line, default_id=f"{path.stem}-{number}", source=f"{path}:{number}")
-        except _BrokenLineError as error:
-            raise InputError(f"{path}:{number}: {error}") from None
-        first = line_of_id.setdefault(conversation.id, number)
+            conversation = _parse(read(), default_id=f"{plain_stem(path)}-{number}", source=where)
+        except BrokenRecordError as error:
+            raise InputError(f"{where}: {error}") from None
+        first = number_of_id.setdefault(conversation.id, number)
         if first != number:
-            raise InputError(f"{path}:{number}: id {conversation.id!r} is that of line {first} too: ids must differ")
+            raise InputError(f"{where}: id {conversation.id!r} is that of line {first} too: ids must differ")
         conversations.append(conversation)
     if not conversations:
         raise InputError(
@@ -94,59 +94,22 @@ def load_prompts(path: str | Path) -> list[Conversation]:
     return conversations
 
 
-def find_prompt_file(name: str, roots: Sequence[Path], asked_by: str) -> Path:
-    """The file that ``name`` means: as it is, seen from the working directory, then in ``roots``; ".jsonl" may be left
-    out.
-
-    ``asked_by`` is the configuration field that holds the name, for the error (InputError) if there is no such file.
-    """
-    names = [name] if name.endswith(".jsonl") else [name, f"{name}.jsonl"]
-    for folder in (Path(), *roots):
-        for candidate in names:
-            path = folder / os.path.expanduser(candidate)
-            if os.path.isfile(path):  # unlike Path.is_file, False for names that no file can have
-                return path
-    shipped = sorted({path.stem for root in roots if root.is_dir() for path in root.glob("*.jsonl")})
-    close = difflib.get_close_matches(Path(name).stem, shipped, n=1)
-    places = f"it is neither in {Path.cwd()} nor among the shipped prompts ({', '.join(shipped) or 'none'})"
-    hint = f"did you mean {close[0]}?" if close else places
-    raise InputError(f"{asked_by}: no prompt file {name}: {hint}")
-
-
-def _lines(path: Path) -> Iterable[tuple[int, str]]:
-    """Lines that are not blank, with their numbers, counted from 1."""
-    check_file(path, _MOST_BYTES)
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise InputError(f"{path} cannot be read as a prompt file: {error.strerror}") from error
-    # Split at line feeds only: JSON strings may hold other line separators, such as U+2028, as they are.
-    for number, raw in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
-        try:
-            line = raw.decode("utf-8").strip(" \t\r")
-        except UnicodeDecodeError as error:
-            raise InputError(
-                f"{path}:{number}: not UTF-8 ({error.reason} at byte {error.start + 1}): save the file as UTF-8"
-            ) from error
-        if line:
-            yield number, line
-
-
-class _BrokenLineError(Exception):
-    """What is wrong with a line; ``load_prompts`` adds where."""
+def read_prompts(name: str, roots: Sequence[Path], asked_by: str) -> list[Conversation]:
+    """The prompts of the file, the folder or the files that ``name`` means; ``asked_by``: the key that holds it."""
+    return [conversation for path in find_prompt_files(name, roots, asked_by) for conversation in load_prompts(path)]
 
 
 def _require(condition: object, message: str) -> None:
     if not condition:
-        raise _BrokenLineError(message)
+        raise BrokenRecordError(message)
 
 
-def _parse(line: str, default_id: str, source: str) -> Conversation:
-    record = _of_kind(_parse_json(line), dict, "the line")
+def _parse(value: object, default_id: str, source: str) -> Conversation:
+    record = _of_kind(value, dict, "the line")
     unknown = sorted(record.keys() - set(_FIELDS))
     if unknown:
         close = difflib.get_close_matches(unknown[0], _FIELDS, n=1)
-        raise _BrokenLineError(
+        raise BrokenRecordError(
             f"unknown field {unknown[0]!r}: "
             + (f"did you mean {close[0]!r}?" if close else f"use {', '.join(_FIELDS)}")
         )
@@ -175,25 +138,6 @@ def _parse(line: str, default_id: str, source: str) -> Conversation:
         answers=answers,
         source=source,
     )
-
-
-def _parse_json(line: str) -> Any:
-    def no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        record = dict(pairs)
-        if len(record) < len(pairs):
-            names = [name for name, _ in pairs]
-            raise _BrokenLineError(f"field {next(name for name in names if names.count(name) > 1)!r} comes twice")
-        return record
-
-    def no_constants(name: str) -> None:
-        raise _BrokenLineError(f"not JSON: {name} is not a JSON value")
-
-    try:
-        return json.loads(line, object_pairs_hook=no_repeats, parse_constant=no_constants)
-    except json.JSONDecodeError as error:
-        raise _BrokenLineError(f"not JSON: {error.msg} at column {error.colno}") from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or brackets nested thousands deep
-        raise _BrokenLineError(f"not usable JSON: {error}") from error
 
 
 def _parse_messages(messages: list[Any]) -> tuple[str | None, tuple[str, ...], tuple[str, ...] | None]:
@@ -244,7 +188,7 @@ _KINDS: dict[type, str] = {str: "a text", list: "a list", dict: "an object", int
 def _of_kind(value: object, kind: type[_Kind], place: str) -> _Kind:
     if isinstance(value, kind):
         return value
-    raise _BrokenLineError(f"{place} is {_KINDS.get(type(value)) or json.dumps(value)} instead of {_KINDS[kind]}")
+    raise BrokenRecordError(f"{place} is {_KINDS.get(type(value)) or json.dumps(value)} instead of {_KINDS[kind]}")
 
 
 # The split
@@ -252,10 +196,26 @@ def _of_kind(value: object, kind: type[_Kind], place: str) -> _Kind:
 
 @dataclass(frozen=True)
 class PromptSplit:
-    """No prompt is in both lists, and none is twice in one of them."""
+    """No prompt is in both lists. A prompt is in one of them several times where it comes with several answers: its
+    samples, which are imported.
+    """
 
     train: list[Conversation]
     heldout: list[Conversation]
+    samples: int = 0  # conversations whose prompt was there before, with other answers
+    repeated: int = 0  # conversations left out because they were there before, answers and all
+    too_long: int = 0  # conversations left out because they leave no room for an answer
+    alike: int = 0  # training prompts left out because the template makes them equal to held-out ones
+
+    def notes(self) -> list[str]:
+        """What a user must know of the counts, a sentence each."""
+        told = (
+            (self.samples, "are further answers to a prompt that was there before: all are kept, as samples of it"),
+            (self.repeated, "repeat another, answers included: they count once"),
+            (self.too_long, "leave no room for an answer in target.max_length: left out (data.skip_too_long)"),
+            (self.alike, "are the same as a held-out prompt after the chat template: left out of the training prompts"),
+        )
+        return [f"note: prompts: {count:,} {what}" for count, what in told if count]
 
 
 def split_prompts(data: DataConfig, roots: Sequence[Path]) -> PromptSplit:
@@ -272,35 +232,71 @@ def split_prompts(data: DataConfig, roots: Sequence[Path]) -> PromptSplit:
         raise ConfigError("data.train names no prompt file: give at least one")
     if data.system is not None and not data.system.strip():
         raise ConfigError("data.system is blank: give a text, or null for what the chat template does by itself")
-    train = _load_distinct(data.train, "data.train", data.system, roots)
-    heldout = _load_distinct(data.heldout, "data.heldout", data.system, roots)
-    if heldout:
-        shared = train.keys() & heldout.keys()
+    train = _Loaded.of(data.train, "data.train", data.system, roots)
+    heldout = _Loaded.of(data.heldout, "data.heldout", data.system, roots)
+    samples, repeated = train.samples + heldout.samples, train.repeated + heldout.repeated
+    if heldout.conversations:
+        shared = train.first.keys() & heldout.first.keys()
         if shared:
-            first = next(conversation for digest, conversation in heldout.items() if digest in shared)
+            first = next(conversation for digest, conversation in heldout.first.items() if digest in shared)
             raise ConfigError(
-                f"data.heldout: {len(shared)} of its {len(heldout)} prompts are training prompts too, the first at "
-                f"{first.where} "
-                f"(as {train[first.prompt_digest()].where}): remove them from one side"
+                f"data.heldout: {len(shared)} of its {len(heldout.first)} prompts are training prompts too, the first "
+                f"at {first.where} "
+                f"(as {train.first[first.prompt_digest()].where}): remove them from one side"
             )
     else:
-        chosen = _choose_heldout(list(train), data.heldout_fraction, data.seed)
-        heldout = {digest: train.pop(digest) for digest in list(train) if digest in chosen}
+        chosen = _choose_heldout(list(train.first), data.heldout_fraction, data.seed)
+        train, heldout = train.part(lambda digest: digest not in chosen), train.part(lambda digest: digest in chosen)
     return PromptSplit(
-        train=_draw(train, data.max_train, data.seed), heldout=_draw(heldout, data.max_heldout, data.seed)
+        train=train.draw(data.max_train, data.seed),
+        heldout=heldout.draw(data.max_heldout, data.seed),
+        samples=samples,
+        repeated=repeated,
     )
 
 
-def _load_distinct(
-    names: Iterable[str], asked_by: str, system: str | None, roots: Sequence[Path]
-) -> dict[str, Conversation]:
-    """Digest -> conversation, in file order; of equal prompts the first, even where imported answers differ."""
-    distinct: dict[str, Conversation] = {}
-    for name in names:
-        for conversation in load_prompts(find_prompt_file(name, roots, asked_by)):
-            asked = conversation if conversation.system is not None else replace(conversation, system=system)
-            distinct.setdefault(asked.prompt_digest(), asked)
-    return distinct
+@dataclass
+class _Loaded:
+    """Conversations of some files, in their order. The key of each is the digest of its prompt, and for further samples
+    of a prompt a digest of the answers, too.
+    """
+
+    conversations: dict[str, Conversation]
+    first: dict[str, Conversation]  # by the prompt's digest
+    samples: int = 0
+    repeated: int = 0
+
+    @classmethod
+    def of(cls, names: Iterable[str], asked_by: str, system: str | None, roots: Sequence[Path]) -> _Loaded:
+        loaded = cls({}, {})
+        seen: set[tuple[str, tuple[str, ...] | None]] = set()
+        for name in names:
+            for read in read_prompts(name, roots, asked_by):
+                conversation = read if read.system is not None else replace(read, system=system)
+                digest = conversation.prompt_digest()
+                if (digest, conversation.answers) in seen:
+                    loaded.repeated += 1
+                    continue
+                seen.add((digest, conversation.answers))
+                if digest in loaded.first:
+                    loaded.samples += 1
+                    key = digest_json([digest, conversation.answers])
+                else:
+                    key = digest
+                    loaded.first[digest] = conversation
+                loaded.conversations[key] = conversation
+        return loaded
+
+    def part(self, wanted: Callable[[str], bool]) -> _Loaded:
+        """The conversations whose prompt's digest is wanted."""
+        return _Loaded(
+            {key: c for key, c in self.conversations.items() if wanted(c.prompt_digest())},
+            {digest: c for digest, c in self.first.items() if wanted(digest)},
+        )
+
+    def draw(self, at_most: int | None, seed: int) -> list[Conversation]:
+        drawn = set(sorted(self.conversations, key=lambda key: _chance(key, seed, "draw"))[:at_most])
+        return [conversation for key, conversation in self.conversations.items() if key in drawn]
 
 
 def _choose_heldout(digests: Sequence[str], fraction: float, seed: int) -> set[str]:
@@ -313,11 +309,6 @@ def _choose_heldout(digests: Sequence[str], fraction: float, seed: int) -> set[s
     ranked = sorted(digests, key=lambda digest: _chance(digest, seed, "heldout"))
     below = sum(_chance(digest, seed, "heldout") < fraction for digest in ranked)
     return set(ranked[: min(max(below, 1), len(ranked) - 1)])
-
-
-def _draw(prompts: dict[str, Conversation], at_most: int | None, seed: int) -> list[Conversation]:
-    drawn = set(sorted(prompts, key=lambda digest: _chance(digest, seed, "draw"))[:at_most])
-    return [conversation for digest, conversation in prompts.items() if digest in drawn]
 
 
 def _chance(digest: str, seed: int, purpose: str) -> float:

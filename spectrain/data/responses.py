@@ -1,9 +1,9 @@
 """Responses: what the target answered, as token ids with their loss mask, and the folder that keeps them.
 
-A response is known by its key, a digest of what it depends on (prompt, sampling, target). The store holds a set of
-keys, so it does not matter in which order responses are finished, how often a generation was killed, or whether one
-comes twice. A part file appears under its name only when it is whole and on disk: a kill loses at most the responses
-that were not appended yet.
+A response is known by its key, a digest of what it depends on (prompt, sampling, target), with the number of its first
+turn where that is not the conversation's first. The store holds a set of keys, so it does not matter in which order
+responses are finished, how often a generation was killed, or whether one comes twice. A part file appears under its
+name only when it is whole and on disk: a kill loses at most the responses that were not appended yet.
 
 A part's name holds the digest of its bytes, which is compared before anything in it is believed: a changed bit could
 be another token, or another mask. Cost: one reading of each part in a process, about a second a GB.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -120,6 +120,26 @@ def response_key(conversation: Conversation, sampling: Sampling, target_id: str,
     return digest_json([conversation.prompt_digest(), how, target_id, target_revision_digest])
 
 
+def document_key(key: str, first_turn: int) -> str:
+    """Key of the document that begins with turn ``first_turn`` (counted from 0) of the conversation whose first
+    document has ``key``.
+    """
+    return f"{key}-{first_turn + 1}" if first_turn else key
+
+
+def further_documents(keys: Iterable[str]) -> dict[str, list[str]]:
+    """Key of a conversation -> keys of its further documents among ``keys``, in the order of their turns."""
+    found: dict[str, list[str]] = {}
+    for key in keys:
+        if "-" in key:
+            found.setdefault(key.partition("-")[0], []).append(key)
+    return {key: sorted(documents, key=_turn_number) for key, documents in found.items()}
+
+
+def _turn_number(key: str) -> int:
+    return int(key.partition("-")[2])
+
+
 SCHEMA_VERSION = "1"
 _SCHEMA = pa.schema(
     [
@@ -188,6 +208,11 @@ class ResponseStore:
                     self._part_of_key.setdefault(key, path)
                 self._parts_read.add(path)
         return set(self._part_of_key)
+
+    def documents(self, splits: Mapping[str, str]) -> dict[str, str]:
+        """``splits`` (key of a conversation -> split) with the further documents of each conversation after it."""
+        further = further_documents(self.keys())
+        return {document: split for key, split in splits.items() for document in (key, *further.get(key, ()))}
 
     def load(self, keys: Sequence[str] | None = None, splits: Mapping[str, str] | None = None) -> list[Response]:
         """The responses of ``keys``, in that order (None: all, in the order of their keys, which no order of completion

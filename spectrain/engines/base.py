@@ -17,6 +17,16 @@ from spectrain.data.responses import Response, Sampling
 class Engine(Protocol):
     """Who runs the target."""
 
+    @property
+    def stored_together(self) -> int:
+        """Conversations that share batches, in the order in which they are asked; the last ones may be fewer.
+
+        The last bits of a logit depend on the batch, and a drawn token sometimes on them. Stored together, such a group
+        is whole or missing after a kill, and is answered in the same batches again. 1: batches are not the engine's to
+        choose, so answers that are drawn again are equal in distribution only.
+        """
+        ...
+
     def response_key(self, conversation: Conversation, sampling: Sampling) -> str:
         """The key of the response that ``generate`` would give; known beforehand, so that finished ones need not be
         asked for again.
@@ -31,7 +41,8 @@ class Engine(Protocol):
     ) -> Iterator[Response]:
         """Answer conversations, each given with its split. Those that have answers already are rendered, not generated.
 
-        What a conversation is answered depends on its prompt and ``sampling`` alone, not on its position or company.
+        A conversation may give several documents; the last one yielded of each has the conversation's key. What it is
+        answered depends on its prompt and ``sampling`` alone, but for rounding, see ``stored_together``.
         Prompts are checked before the first token is generated; ``InputError`` names one that leaves no room.
         ``on_tokens`` hears of new tokens as they come.
         """

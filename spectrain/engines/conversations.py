@@ -1,16 +1,16 @@
 """Conversations under way: what every engine does alike, whoever draws the tokens.
 
-A conversation is tokenised once. Each answer is appended to its ids exactly as it was generated, followed by the
-template's ids for the next user turn; nothing is ever decoded and tokenised again. A turn is answered with a seed of
-its own, made from ``sampling.seed``, the prompt and the number of the turn, so an answer depends neither on which other
-conversations there are nor on a resumed run.
+Each answer is appended to the ids of its document exactly as it was generated. A further user turn goes on that
+document where a chat server would show the same, and begins a document of its own elsewhere (``data/chat.py``). A turn
+is answered with a seed of its own, made from ``sampling.seed``, the prompt and the number of the turn, so the random
+numbers of an answer depend neither on which other conversations there are nor on a resumed run.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -18,22 +18,32 @@ import numpy as np
 from spectrain.console import say
 from spectrain.data.chat import ChatTemplate
 from spectrain.data.prompts import Conversation
-from spectrain.data.responses import Response, Sampling
+from spectrain.data.responses import Response, Sampling, document_key
 from spectrain.errors import InputError
 
 
 @dataclass
 class Dialogue:
-    """A conversation under way: its ids so far, the mask of those the target generated, and the turn being answered."""
+    """A conversation under way: the ids of its current document, the mask of those the target generated, and the turn
+    being answered.
+    """
 
     conversation: Conversation
     split: str
-    key: str
+    key: str  # of the conversation's first document
     ids: list[int]
     mask: list[int]
     turn: int = 0
     room: int = 0  # tokens this turn may still generate
     finish_reason: str = ""  # of the current turn; empty while it is being answered
+    first_turn: int = 0  # of the current document
+    answer_start: int = 0  # in ids, of the current turn's answer
+    answers: list[str] = field(default_factory=list)  # to earlier turns, as a chat server returns them
+    finished: list[Response] = field(default_factory=list)  # earlier documents
+
+    @property
+    def document_key(self) -> str:
+        return document_key(self.key, self.first_turn)
 
     def turn_seed(self, seed: int) -> int:
         """What the current turn is drawn with: 63 bits from ``seed``, the prompt and the number of the turn."""
@@ -46,6 +56,7 @@ class Dialogue:
         """
         self.room = limit
         self.finish_reason = ""
+        self.answer_start = len(self.ids)
 
     def commit(self, token: int, end_ids: frozenset[int]) -> None:
         """Take a generated token. An answer cut by the limit is never closed with an end token that the target did not
@@ -59,11 +70,21 @@ class Dialogue:
         elif self.room == 0:
             self.finish_reason = "length"
 
+    def begin_document(self, first_turn: int, ids: Sequence[int], sampling: Sampling) -> None:
+        """Close the current document, and open the one of ``first_turn`` with its prompt."""
+        self.finished.append(self.response(sampling))
+        self.first_turn = first_turn
+        self.ids, self.mask = list(ids), [0] * len(ids)
+
+    def responses(self, sampling: Sampling) -> list[Response]:
+        """All documents. The one with the conversation's own key comes last: where it is stored, all of them are."""
+        return [self.response(sampling), *reversed(self.finished)]
+
     def response(self, sampling: Sampling) -> Response:
+        """The current document."""
         ids, mask = np.array(self.ids, dtype=np.int32), np.array(self.mask, dtype=np.uint8)
-        return Response(
-            self.conversation, ids, mask, self.finish_reason, sampling, self.conversation.domain, self.split, self.key
-        )
+        domain, key = self.conversation.domain, self.document_key
+        return Response(self.conversation, ids, mask, self.finish_reason, sampling, domain, self.split, key)
 
 
 Kind = TypeVar("Kind", bound=Dialogue)
@@ -82,6 +103,7 @@ class Turns(Generic[Kind]):
         self.end_ids = frozenset(end_ids)
         self._sampling = sampling
         self._max_length = max_length
+        self._rejected = False  # whether an answer was, by the template
 
     def prepare(
         self, conversations: Sequence[tuple[Conversation, str]], keys: Sequence[str], quiet: bool = False
@@ -95,16 +117,8 @@ class Turns(Generic[Kind]):
         dialogues, too_long, cut = [], [], 0
         for (conversation, split), key in zip(conversations, keys, strict=True):
             if conversation.answers is not None:
-                ids, mask = self._template.render_answered(conversation)
+                dialogue, ids = self._imported(conversation, split, key)
                 cut += len(ids) > self._max_length
-                dialogue = self._kind(
-                    conversation,
-                    split,
-                    key,
-                    ids[: self._max_length],
-                    mask[: self._max_length],
-                    finish_reason="imported",
-                )
                 has_room = any(dialogue.mask)
             else:
                 ids = self._template.first_prompt_ids(conversation)
@@ -128,6 +142,20 @@ class Turns(Generic[Kind]):
             )
         return dialogues
 
+    def _imported(self, conversation: Conversation, split: str, key: str) -> tuple[Kind, list[int]]:
+        """The dialogue of a conversation that has answers, and the ids of its longest document, uncut. A further
+        document without room for an answer is left out, as a further turn is.
+        """
+        documents = self._template.answered_documents(conversation)
+        cut = [(d.first_turn, d.ids[: self._max_length], d.mask[: self._max_length]) for d in documents]
+        (_, ids, mask), *further = cut
+        dialogue = self._kind(conversation, split, key, ids, mask, finish_reason="imported")
+        for first_turn, ids, mask in further:
+            if any(mask) and any(dialogue.mask):
+                dialogue.begin_document(first_turn, ids, self._sampling)
+                dialogue.mask = mask
+        return dialogue, max((document.ids for document in documents), key=len)
+
     def begin(self, dialogue: Kind) -> None:
         """Open the turn whose prompt the ids end with."""
         dialogue.begin_turn(
@@ -141,13 +169,24 @@ class Turns(Generic[Kind]):
         return dialogue.turn + 1 == len(dialogue.conversation.turns)
 
     def advance(self, dialogue: Kind) -> bool:
-        """Append the next user turn, if there is one and the document has room for it and an answer."""
+        """Append the next user turn, or begin its document, if there is one and room for it and an answer."""
         if dialogue.finish_reason != "stop" or self.is_last(dialogue):
             return False
-        ids = self._template.next_prompt_ids(dialogue.conversation, dialogue.turn + 1, dialogue.ids)
-        if len(dialogue.ids) + len(ids) >= self._max_length:
+        answers = [*dialogue.answers, self._template.answer_text(dialogue.ids, dialogue.answer_start)]
+        try:
+            prompt = self._template.next_prompt(dialogue.conversation, answers, dialogue.ids)
+        except InputError as error:  # what is answered so far is right; a server could not go on either
+            if not self._rejected:
+                say(f"note: {error}; this conversation, and others like it, end there")
+            self._rejected = True
+            return False
+        if len(prompt.ids) + prompt.continues * len(dialogue.ids) >= self._max_length:
             return False
         dialogue.turn += 1
-        dialogue.ids += ids
-        dialogue.mask += [0] * len(ids)
+        dialogue.answers = answers
+        if prompt.continues:
+            dialogue.ids += prompt.ids
+            dialogue.mask += [0] * len(prompt.ids)
+        else:
+            dialogue.begin_document(dialogue.turn, prompt.ids, self._sampling)
         return True

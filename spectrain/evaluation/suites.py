@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from spectrain.config.schema import SuiteConfig
-from spectrain.data.prompts import Conversation, find_prompt_file, load_prompts
+from spectrain.data.prompts import Conversation, read_prompts
 from spectrain.errors import InputError
 
 HELDOUT = "heldout"
@@ -19,10 +19,10 @@ def load_suite(
     """The conversations of a suite, at most ``config.max_prompts``, without their answers if they were imported with
     some.
 
-    ``config.prompts`` is "heldout" for ``heldout``, this run's own, or a JSON-lines file: as seen from the working
-    directory, then in ``roots``. A prompt that occurs twice counts once. ``system``: for conversations of a file that
-    have no system prompt of their own. Raises InputError for a file that is missing or broken, and for a run without
-    held-out prompts.
+    ``config.prompts`` is "heldout" for ``heldout``, this run's own, or a prompt file, folder or pattern: as seen from
+    the working directory, then in ``roots``. A prompt that occurs twice counts once. ``system``: for conversations of a
+    file that have no system prompt of their own. Raises InputError for a file that is missing or broken, and for a run
+    without held-out prompts.
     """
     if config.prompts == HELDOUT:
         conversations = list(heldout)
@@ -32,7 +32,7 @@ def load_suite(
                 "with suite=jsonl"
             )
     else:
-        conversations = load_prompts(find_prompt_file(config.prompts, roots, "suite.prompts"))
+        conversations = read_prompts(config.prompts, roots, "suite.prompts")
         if system is not None:
             conversations = [
                 c if c.system is not None else dataclasses.replace(c, system=system) for c in conversations

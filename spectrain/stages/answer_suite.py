@@ -181,19 +181,20 @@ def _answer_group(
     it.
     """
     ids = [context.template.first_prompt_ids(conversation) for conversation in group]
+    texts: list[list[str]] = [[] for _ in group]  # the answers so far, as a chat server returns them
     turns: list[list[tuple[list[int], GenerationResult]]] = [[] for _ in group]
     seconds = 0.0
     for turn in range(max(len(conversation.turns) for conversation in group)):
         rows = [
             row
             for row, conversation in enumerate(group)
-            if turn < len(conversation.turns) and (turn == 0 or _goes_on(turns[row]))
+            if turn == 0 or (len(turns[row]) == turn < len(conversation.turns) and _goes_on(turns[row]))
         ]
+        for row in rows if turn else ():
+            ids[row] = _next_prompt(context, group[row], texts[row], ids[row], len(turns[row][-1][0]))
+        rows = [row for row in rows if ids[row]]
         if not rows:
             break
-        if turn > 0:
-            for row in rows:
-                ids[row] = ids[row] + context.template.next_prompt_ids(group[row], turn, ids[row])
         prompts = [Prompt(ids[row], answer_limit(context, group[row], ids[row]), stream=first + row) for row in rows]
         start_s = time.perf_counter()
         results, timing = decode(prompts, on_tokens)
@@ -204,6 +205,21 @@ def _answer_group(
             turns[row].append((ids[row], result))
             ids[row] = ids[row] + result.ids
     return [_answer(conversation, turns[row], seconds / len(group), batch) for row, conversation in enumerate(group)]
+
+
+def _next_prompt(
+    context: Context, conversation: Conversation, texts: list[str], ids: list[int], start: int
+) -> list[int]:
+    """The whole prompt of the turn after the answer that begins at ``ids[start]``, which is added to ``texts``; empty
+    if the template cannot show that answer, or there is no room for another.
+    """
+    texts.append(context.template.answer_text(ids, start))
+    try:
+        following = context.template.next_prompt(conversation, texts, ids)
+    except InputError:
+        return []
+    prompt = ids + following.ids if following.continues else following.ids
+    return prompt if len(prompt) < context.config.target.max_length else []
 
 
 def _answer(

@@ -11,7 +11,7 @@ from pathlib import Path
 from spectrain.console import ProgressBar, say
 from spectrain.data.hidden_states import StoredHiddenStates, bytes_per_token
 from spectrain.data.hidden_states_writer import HiddenStatesWriter
-from spectrain.data.responses import Response, ResponseStore
+from spectrain.data.responses import Response, ResponseStore, further_documents
 from spectrain.data.shard_damage import damaged_shards, stored_keys, take_out, unverified
 from spectrain.errors import InputError, RunError
 from spectrain.files import digest_strings
@@ -25,9 +25,14 @@ def decide(context: Context) -> Decision:
 
     def lacking() -> str:
         stored = stored_keys(context.data_dir.hidden_states)
-        return "" if context.splits.keys() <= stored else "outputs are missing"
+        return "" if _asked(context).keys() <= stored else "outputs are missing"
 
     return context.data_dir.decide("capture", Inputs(fixed_inputs(context), growing_inputs(context)), lacking)
+
+
+def _asked(context: Context) -> dict[str, str]:
+    """Key -> split of every document of the responses that this configuration asks for."""
+    return ResponseStore(context.data_dir.responses).documents(context.splits)
 
 
 def fixed_inputs(context: Context) -> dict[str, object]:
@@ -35,7 +40,8 @@ def fixed_inputs(context: Context) -> dict[str, object]:
 
 
 def growing_inputs(context: Context) -> dict[str, object]:
-    return {"responses": f"{len(context.splits)} ({digest_strings(list(context.splits.items()))[:8]})"}
+    asked = _asked(context)
+    return {"responses": f"{len(asked)} ({digest_strings(list(asked.items()))[:8]})"}
 
 
 def capture(context: Context) -> None:
@@ -47,7 +53,8 @@ def capture(context: Context) -> None:
         return
     run_dir = context.data_dir
     with run_dir.running(decision) as outputs:
-        responses = ResponseStore(run_dir.responses).load(list(context.splits), context.splits)
+        asked = _asked(context)
+        responses = ResponseStore(run_dir.responses).load(list(asked), asked)
         meta = context.store_meta()
         tokens = sum(len(response.input_ids) for response in responses)
         # Buffers need be no larger than all that there is.
@@ -137,8 +144,8 @@ def documents(context: Context) -> tuple[StoredHiddenStates, list[int], list[int
 def open_store(
     context: Context, taps: tuple[int, ...], keys: Sequence[str]
 ) -> tuple[StoredHiddenStates, list[int]] | None:
-    """The stored hidden states and the numbers of the documents ``keys``, if they are this target's, hold these taps
-    and all these documents, and are not damaged.
+    """The stored hidden states and the numbers of the documents of responses ``keys``, if they are this target's, hold
+    these taps and all these documents, and are not damaged.
     """
     folder = context.data_dir.hidden_states
     try:
@@ -153,7 +160,8 @@ def open_store(
     number = {key: index for index, key in enumerate(store.keys)}
     if any(key not in number for key in keys):
         return None
-    found = [number[key] for key in keys]
+    further = further_documents(store.keys)
+    found = [number[document] for key in keys for document in (key, *further.get(key, ()))]
     if context.config.hidden_states.verify_checksums and _damaged(folder, store, found):
         return None
     return store, found
@@ -164,4 +172,4 @@ def _identity(context: Context, taps: tuple[int, ...]) -> dict[str, object]:
 
 
 def _numbers(context: Context, number: dict[str, int], split: str) -> Iterator[int]:
-    return (number[key] for key, side in context.splits.items() if side == split)
+    return (number[key] for key, side in _asked(context).items() if side == split)

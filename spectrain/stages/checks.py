@@ -124,9 +124,28 @@ def prepare(
     if context.spec_or_none is not None:
         _check_against_target(context)
     if fetch or context.source.folder is not None:
+        _ = context.template  # raises for a target that cannot chat
+        _screen_prompts(context)
         check_at_work(context)
         check_trackers_answer(context)
     return context
+
+
+def _screen_prompts(context: Context) -> None:
+    """What only the target's template tells of prompts: too long, rejected, or the same as others after it."""
+    from spectrain.console import say
+    from spectrain.data.prompt_screening import PromptScreen
+
+    config, command = context.config, context.command
+    if context.prompts_or_none is None:
+        return
+    screen = PromptScreen(context.template, config.target.max_length)
+    prompts = context.prompts_or_none = screen.screened(context.prompts_or_none, config.data)
+    if command.trains and command.measures:
+        suite = load_suite_prompts(config, prompts)
+        _refuse_seen([(c, trained.where) for c, trained in screen.seen_in_training(suite, prompts.train)])
+    for note in prompts.notes() if command.needs_prompts else ():
+        say(note)
 
 
 def _check_against_target(context: Context) -> None:
@@ -224,10 +243,10 @@ def load_prompt_split(config: SpectrainConfig) -> PromptSplit:
 
 def check_suite(config: SpectrainConfig) -> None:
     """The suite's prompt file is there and can be read."""
-    from spectrain.data.prompts import find_prompt_file, load_prompts
+    from spectrain.data.prompts import read_prompts
 
     if config.suite.prompts != "heldout":
-        load_prompts(find_prompt_file(config.suite.prompts, prompt_roots(), "suite.prompts"))
+        read_prompts(config.suite.prompts, prompt_roots(), "suite.prompts")
     elif not config.data.train:
         raise ConfigError(
             "suite.prompts=heldout needs the run's prompts: add data=..., or suite=jsonl suite.prompts=FILE.jsonl"
@@ -236,18 +255,28 @@ def check_suite(config: SpectrainConfig) -> None:
 
 def _check_suite_is_unseen(config: SpectrainConfig, prompts: PromptSplit) -> None:
     """No prompt of the suite is trained on: what is measured on those says nothing of others."""
+    trained = {conversation.prompt_digest(): conversation for conversation in prompts.train}
+    _refuse_seen(
+        [
+            (c, trained[c.prompt_digest()].where)
+            for c in load_suite_prompts(config, prompts)
+            if c.prompt_digest() in trained
+        ]
+    )
+
+
+def load_suite_prompts(config: SpectrainConfig, prompts: PromptSplit) -> list[Conversation]:
+    """What the suite asks."""
     from spectrain.evaluation.suites import load_suite
 
-    trained = {conversation.prompt_digest(): conversation for conversation in prompts.train}
-    seen = [
-        c
-        for c in load_suite(config.suite, prompts.heldout, prompt_roots(), config.data.system)
-        if c.prompt_digest() in trained
-    ]
+    return load_suite(config.suite, prompts.heldout, prompt_roots(), config.data.system)
+
+
+def _refuse_seen(seen: list[tuple[Conversation, str]]) -> None:
     if seen:
         raise ConfigError(
-            f"suite.prompts: {len(seen)} of its prompts are training prompts too, the first at {seen[0].where} "
-            f"(as {trained[seen[0].prompt_digest()].where}): remove them from one side"
+            f"suite.prompts: {len(seen)} of its prompts are training prompts too, the first at {seen[0][0].where} "
+            f"(as {seen[0][1]}): remove them from one side"
         )
 
 

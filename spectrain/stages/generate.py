@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from dataclasses import asdict
 
 from spectrain.console import ProgressBar, say
@@ -53,10 +53,22 @@ def generate(context: Context) -> None:
         asked = zip(conversations, context.splits.items(), strict=True)
         todo = [(conversation, split) for conversation, (key, split) in asked if key not in done]
         if todo:
+            if len(todo) < len(conversations) and context.sampling.temperature and context.engine.stored_together == 1:
+                say(
+                    "note: sampled answers that vLLM draws in other batches, as after an interruption, have the same "
+                    "distribution, but need not be the same tokens"
+                )
             _generate(context, store, todo, len(conversations))
-        outputs |= {"responses": len(context.splits), **_counts(store.load(list(context.splits)))}
+        documents = store.documents(context.splits)
+        counts = _counts(store.load(list(documents)))
+        outputs |= {"responses": len(context.splits), "documents": len(documents), **counts}
     made = f"{outputs['responses']} responses, {outputs['generated_tokens']:,} generated tokens"
     say(f"generate: {made}, {outputs['cut_off']} answers cut off at the limit")
+    if outputs["documents"] > outputs["responses"]:
+        say(
+            f"note: the chat template shows earlier turns otherwise than they were answered, so a conversation's "
+            f"further turns are documents of their own: {outputs['documents']:,} documents"
+        )
 
 
 def _generate(context: Context, store: ResponseStore, todo: list[tuple[Conversation, str]], total: int) -> None:
@@ -68,15 +80,49 @@ def _generate(context: Context, store: ResponseStore, todo: list[tuple[Conversat
             tokens += count
             bar.advance(0, note=f"{tokens / (time.monotonic() - start_s):,.0f} tokens/s")
 
-        part: list[Response] = []
-        part_s = start_s
-        for response in _responses(context, todo, on_tokens):
-            part.append(response)
-            if len(part) >= _PART_RESPONSES or time.monotonic() - part_s > _PART_S:
-                store.append(part)
-                part, part_s = [], time.monotonic()
-            bar.advance(1)
-        store.append(part)
+        part = _Part(store, context.engine.stored_together, context.splits.keys())
+        try:
+            for response in _responses(context, todo, on_tokens):
+                bar.advance(part.add(response))
+            part.close_group()
+        finally:
+            part.store()
+
+
+class _Part:
+    """Responses that are not stored yet. Groups of conversations that share batches are stored whole or not at all, so
+    that the batches are the same when a killed run is resumed.
+    """
+
+    def __init__(self, store: ResponseStore, together: int, conversations: Set[str]) -> None:
+        self._store = store
+        self._together = together
+        self._conversations = conversations
+        self._answered = 0
+        self._group: list[Response] = []
+        self._whole: list[Response] = []
+        self._since_s = time.monotonic()
+
+    def add(self, response: Response) -> int:
+        """Returns how many conversations are complete with it: 1, or 0 for a further document."""
+        self._group.append(response)
+        if response.key not in self._conversations:
+            return 0
+        self._answered += 1
+        if self._answered % self._together == 0:
+            self.close_group()
+            if len(self._whole) >= _PART_RESPONSES or time.monotonic() - self._since_s > _PART_S:
+                self.store()
+        return 1
+
+    def close_group(self) -> None:
+        self._whole += self._group
+        self._group = []
+
+    def store(self) -> None:
+        """Write the groups that are whole."""
+        self._store.append(self._whole)
+        self._whole, self._since_s = [], time.monotonic()
 
 
 def _responses(

@@ -7,6 +7,7 @@ PACKING = "tests/unit/test_packing.py"
 STORE = "tests/unit/test_hidden_states.py"
 VOCAB = "tests/unit/test_vocab.py"
 RESPONSES = "tests/unit/test_responses.py"
+SERVED = "tests/unit/test_served_prompts.py"
 
 MUTATIONS = (
     Mutation(
@@ -239,5 +240,40 @@ MUTATIONS = (
         "known.get(shard.path.name) != [*FileState.of(shard.path), shard.record.sha256]",
         "shard.path.name not in known",
         ("tests/unit/test_shard_damage.py",),
+    ),
+    Mutation(
+        "a document goes on after an end token that the template does not write",
+        DATA + "chat.py",
+        "after[:1] == [ids[-1]]\n",
+        "len(after) > 0\n",
+        (SERVED, "tests/unit/test_conversations.py"),
+    ),
+    Mutation(
+        "a document goes on where a server shows other text",
+        DATA + "chat.py",
+        "            and self._whole_text(served[: -len(after)]) == self._whole_text(ids[:-1])\n",
+        "",
+        (SERVED,),
+    ),
+    Mutation(
+        "the rest of an imported text begins with a blank of the tokenizer's",
+        DATA + "chat.py",
+        "_ANCHORS if start and self._puts_blank_before else",
+        '("",) if start else',
+        (SERVED,),
+    ),
+    Mutation(
+        "other answers to a question are dropped",
+        DATA + "prompts.py",
+        "if (digest, conversation.answers) in seen:",
+        "if digest in loaded.first:",
+        ("tests/unit/test_prompt_files.py",),
+    ),
+    Mutation(
+        "training prompts that the template makes equal to held-out ones stay",
+        DATA + "prompt_screening.py",
+        "kept = [conversation for conversation in train if self._digest(conversation) not in same]",
+        "kept = train",
+        ("tests/unit/test_prompt_screening.py",),
     ),
 )

@@ -204,8 +204,8 @@ MUTATIONS = (
     Mutation(
         "a turn is opened that has no room for an answer",
         ENGINES + "conversations.py",
-        "if len(dialogue.ids) + len(ids) >= self._max_length:",
-        "if len(dialogue.ids) + len(ids) > self._max_length:",
+        "if len(prompt.ids) + prompt.continues * len(dialogue.ids) >= self._max_length:",
+        "if len(prompt.ids) + prompt.continues * len(dialogue.ids) > self._max_length:",
         (CONVERSATIONS,),
     ),
     Mutation(
@@ -228,5 +228,12 @@ MUTATIONS = (
         "if not completions and self._error is not None:",
         "if self._error is not None:",
         (SERVERS + "::test_answers_come_before_the_error",),
+    ),
+    Mutation(
+        "a conversation counts as stored before its further documents",
+        ENGINES + "conversations.py",
+        "return [self.response(sampling), *reversed(self.finished)]",
+        "return [*self.finished, self.response(sampling)]",
+        (CONVERSATIONS,),
     ),
 )

@@ -161,8 +161,8 @@ MUTATIONS = (
     Mutation(
         "held-out responses that became training ones change nothing",
         STAGES + "capture.py",
-        "digest_strings(list(context.splits.items()))",
-        "digest_strings(list(context.splits))",
+        "digest_strings(list(asked.items()))",
+        "digest_strings(list(asked))",
         (INPUTS,),
     ),
     Mutation(
@@ -283,5 +283,12 @@ MUTATIONS = (
         "    _limit_memory(limits, more_bytes)\n    left_s",
         "    left_s",
         ("tests/unit/test_bounded.py",),
+    ),
+    Mutation(
+        "responses are stored before those that share their batches",
+        STAGES + "generate.py",
+        "        if self._answered % self._together == 0:\n",
+        "        if self._answered:\n",
+        ("tests/pipeline/test_resumed_sampling.py",),
     ),
 )

@@ -174,23 +174,27 @@ NEXT_PROMPTS = {
 @pytest.mark.parametrize("style", STYLES)
 def test_next_prompt_continues_after_the_end_token(style: str) -> None:
     template = make_template(style)
-    so_far = template.first_prompt_ids(conversation()) + encode(template, "anything" + END_OF_TURN[style])
-    following = template.next_prompt_ids(conversation(answers=None), 1, so_far)
-    assert template.tokenizer.decode(following) == NEXT_PROMPTS[style]
-    assert following == encode(template, NEXT_PROMPTS[style])
-
-
-def test_next_prompt_after_another_end_token_and_after_a_truncated_answer() -> None:
-    tokenizer = make_tokenizer("chatml")
-    end_of_text = tokenizer.convert_tokens_to_ids("<|endoftext|>")
-    template = ChatTemplate(tokenizer, [end_of_text])
     prompt = template.first_prompt_ids(conversation())
-    assert (
-        tokenizer.decode(template.next_prompt_ids(conversation(), 1, [*prompt, end_of_text])) == NEXT_PROMPTS["chatml"]
-    )
+    # Mistral's template puts a blank before the answer that the target did not generate.
+    text = " anything" if style == "mistral" else "anything"
+    so_far = prompt + encode(template, text + END_OF_TURN[style])
+    assert template.answer_text(so_far, len(prompt)) == text
+    following = template.next_prompt(conversation(answers=None), [text.strip()], so_far)
+    if style == "mistral":
+        assert not following.continues
+        assert template.tokenizer.decode(following.ids[len(so_far) :]) == NEXT_PROMPTS[style]
+        return
+    assert following.continues
+    assert template.tokenizer.decode(following.ids) == NEXT_PROMPTS[style]
+    assert following.ids == encode(template, NEXT_PROMPTS[style])
+
+
+def test_nothing_follows_a_truncated_answer() -> None:
+    template = make_template("chatml")
+    prompt = template.first_prompt_ids(conversation())
     for truncated in ([], prompt, encode(template, "4 and")):
         with pytest.raises(ValueError, match="truncated"):
-            template.next_prompt_ids(conversation(), 1, truncated)
+            template.next_prompt(conversation(), ["4 and"], truncated)
 
 
 def test_the_placeholder_is_no_word_of_the_conversation() -> None:
@@ -198,23 +202,10 @@ def test_the_placeholder_is_no_word_of_the_conversation() -> None:
     tricky = Conversation(
         id="c", turns=("placeholder", "placeholderx placeholder"), answers=("a placeholder", "placeholderxx")
     )
-    so_far = [*template.first_prompt_ids(tricky), *encode(template, "x<|im_end|>")]
-    expected = "\n<|im_start|>user\nplaceholderx placeholder<|im_end|>\n<|im_start|>assistant\n"
-    assert template.tokenizer.decode(template.next_prompt_ids(tricky, 1, so_far)) == expected
     assert supervised_texts(template, *template.render_answered(tricky)) == [
         "a placeholder<|im_end|>",
         "placeholderxx<|im_end|>",
     ]
-
-
-def test_template_that_hides_earlier_answers() -> None:
-    tokenizer = make_tokenizer("chatml")
-    tokenizer.chat_template = "{{ messages[-1]['content'] }}<|im_end|>"
-    template = ChatTemplate(tokenizer)
-    with pytest.raises(
-        InputError, match=r"file\.jsonl:7: .* does not show the answer of turn 1 once in the prompt of turn 2"
-    ):
-        template.next_prompt_ids(conversation(), 1, [tokenizer.eos_token_id])
 
 
 # Conversations that have answers
@@ -241,8 +232,9 @@ def test_importing_equals_generating_the_same_answers(style: str) -> None:
     ids, mask = template.first_prompt_ids(whole), [0] * len(template.first_prompt_ids(whole))
     for turn, answer in enumerate(ANSWERS):
         if turn > 0:
-            prompt = template.next_prompt_ids(whole, turn, ids)
-            ids, mask = ids + prompt, mask + [0] * len(prompt)
+            following = template.next_prompt(whole, ANSWERS[:turn], ids)
+            assert following.continues
+            ids, mask = ids + following.ids, mask + [0] * len(following.ids)
         generated = encode(template, answer + END_OF_TURN[style])
         ids, mask = ids + generated, mask + [1] * len(generated)
     imported_ids, imported_mask = template.render_answered(whole)
@@ -298,34 +290,27 @@ def test_thinking_of_the_last_answer_is_supervised() -> None:
     assert supervised_texts(template, ids, mask) == ["4.<|im_end|>"]
 
 
-def test_template_that_strips_earlier_thinking() -> None:
-    template = make_template("qwen3")
-    thoughtful = conversation(2, answers=("<think>\nTwo and two.\n</think>\n\n4.", "Four."))
-    with pytest.raises(InputError) as caught:
-        template.render_answered(thoughtful)
-    message = str(caught.value)
-    assert message.startswith("file.jsonl:7: the target's chat template alters the answer of turn 1")
-    assert "'4.<|im_end|>\\n<|im_start|>user" in message  # what it writes
-    assert "'<think>\\nTwo and two." in message  # what was expected
-    assert "\n" not in message
-
-
-def test_template_that_rewrites_earlier_prompts() -> None:
+def test_template_that_rewrites_a_prompt_once_it_is_answered() -> None:
     tokenizer = make_tokenizer("chatml")
     tokenizer.chat_template = "{{ messages | length }} messages. " + CHATML
     with pytest.raises(InputError) as caught:
-        ChatTemplate(tokenizer).render_answered(conversation())
+        ChatTemplate(tokenizer).answered_documents(conversation())
     message = str(caught.value)
     assert message.startswith("file.jsonl:7: the target's chat template rewrites earlier text once turn 1 is answered")
-    assert "at the start it writes '6 messages." in message
+    assert "at the start it writes '2 messages." in message
     assert "where '1 messages." in message
 
 
 def test_template_that_replaces_an_answer() -> None:
     tokenizer = make_tokenizer("chatml")
     tokenizer.chat_template = CHATML.replace("message['content'] }}", "message['content'] | replace('Four', '4') }}")
-    with pytest.raises(InputError, match="alters the answer of turn 2"):
-        ChatTemplate(tokenizer).render_answered(conversation())
+    with pytest.raises(InputError) as caught:
+        ChatTemplate(tokenizer).answered_documents(conversation())
+    message = str(caught.value)
+    assert message.startswith("file.jsonl:7: the target's chat template alters the answer of turn 2")
+    assert "it writes '4,\\n\\n" in message
+    assert "where 'Four,\\n\\n" in message
+    assert "\n" not in message
 
 
 def test_conversation_without_answers_is_not_imported() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 from tiny import tiny_tokenizer
 
@@ -20,7 +22,9 @@ def sampling(limit: int = 5, seed: int = 7) -> Sampling:
 
 
 def turns(max_length: int = 200, limit: int = 5) -> Turns[Dialogue]:
-    return Turns(Dialogue, ChatTemplate(tiny_tokenizer(), [END]), [END, OTHER_END], sampling(limit), max_length)
+    return Turns(
+        Dialogue, ChatTemplate(tiny_tokenizer(), [END, OTHER_END]), [END, OTHER_END], sampling(limit), max_length
+    )
 
 
 def conversation(*texts: str, **fields: object) -> Conversation:
@@ -107,3 +111,82 @@ def test_the_seed_of_a_turn_depends_on_seed_prompt_and_turn_alone() -> None:
     assert seed() == seed(identity="another name")
     assert len({seed(), seed("b"), seed(turn=1), seed(seed=1)}) == 4
     assert all(0 <= seed(str(number)) < 1 << 63 for number in range(50))
+
+
+# Documents of a conversation
+
+
+def test_a_turn_after_another_end_token_is_a_document_of_its_own() -> None:
+    course = turns()
+    (dialogue,) = course.prepare([(conversation("one", "two", "three"), "heldout")], ["k"])
+    first_prompt = list(dialogue.ids)
+    answer(course, dialogue, 10, 11, OTHER_END)
+    assert course.advance(dialogue)
+    second_prompt = list(dialogue.ids)
+    answer(course, dialogue, 12, END)
+    assert course.advance(dialogue)
+    answer(course, dialogue, 13, END)
+    further, first = dialogue.responses(sampling())  # the conversation's own key comes last
+    assert (first.key, further.key) == ("k", "k-2")
+    assert (first.finish_reason, further.finish_reason, further.split) == ("stop", "stop", "heldout")
+    assert first.input_ids.tolist() == [*first_prompt, 10, 11, OTHER_END]
+    tokenizer = tiny_tokenizer()
+    shown = [("user", "one"), ("assistant", tokenizer.decode([10, 11])), ("user", "two")]
+    expected = tokenizer.apply_chat_template(
+        [{"role": role, "content": text} for role, text in shown], add_generation_prompt=True, return_dict=False
+    )
+    assert second_prompt == expected
+    assert further.input_ids[: len(expected)].tolist() == expected
+    assert further.input_ids[further.loss_mask == 1].tolist() == [12, END, 13, END]
+
+
+@pytest.mark.parametrize(("spare", "fits"), [(0, False), (1, True)])
+def test_a_document_of_its_own_needs_room_for_itself_alone(spare: int, fits: bool) -> None:
+    (whole,) = (course := turns()).prepare([(conversation("one", "two"), "train")], ["k"])
+    answer(course, whole, 10, OTHER_END)
+    assert course.advance(whole)
+    course = turns(max_length=len(whole.ids) + spare)
+    (dialogue,) = course.prepare([(conversation("one", "two"), "train")], ["k"])
+    answer(course, dialogue, 10, OTHER_END)
+    assert course.advance(dialogue) is fits
+    assert len(dialogue.responses(sampling())) == 1 + fits
+
+
+def test_an_answer_that_the_template_rejects_ends_its_conversation(capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = copy.deepcopy(tiny_tokenizer())
+    said = tokenizer.decode([10, 11])
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "{% for message in messages %}",
+        "{% for message in messages %}{% if message['content'] == '"
+        + said
+        + "' %}{{ raise_exception('no') }}{% endif %}",
+    )
+    course = Turns(Dialogue, ChatTemplate(tokenizer, [END]), [END], sampling(), 200)
+    for _ in range(2):
+        (dialogue,) = course.prepare([(conversation("one", "two"), "train")], ["k"])
+        answer(course, dialogue, 10, 11, END)
+        assert not course.advance(dialogue)
+        assert [response.finish_reason for response in dialogue.responses(sampling())] == ["stop"]
+    assert capsys.readouterr().err.count("rejects this conversation (no)") == 1
+
+
+def test_imported_conversations_are_cut_where_the_template_rewrites_them() -> None:
+    tokenizer = copy.deepcopy(tiny_tokenizer())
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "{{ message['content'] }}", "{{ message['content'] if loop.last else message['content'].split('=')[-1] }}"
+    )
+    template = ChatTemplate(tokenizer, [END])
+    thinking = conversation("one", "two", answers=("because=1", "because=2"))
+    course = Turns(Dialogue, template, [END], sampling(), 200)
+    (dialogue,) = course.prepare([(thinking, "train")], ["k"])
+    found = {response.key: response for response in dialogue.responses(sampling())}
+    assert list(found) == ["k-2", "k"]
+    for key, turn in (("k", 0), ("k-2", 1)):
+        response = found[key]
+        assert response.finish_reason == "imported"
+        assert tokenizer.decode(response.input_ids[response.loss_mask == 1]) == f"because={turn + 1}<|im_end|>"
+        assert ("because=1" in tokenizer.decode(response.input_ids)) == (turn == 0)
+    # The second document needs more room than the first one, which alone is kept where there is none.
+    short = Turns(Dialogue, template, [END], sampling(), len(found["k"].input_ids))
+    (dialogue,) = short.prepare([(thinking, "train")], ["k"])
+    assert [response.key for response in dialogue.responses(sampling())] == ["k"]

@@ -197,7 +197,7 @@ TEMPLATES = {
 def test_a_template_that_cannot_be_rendered(capsys, monkeypatch, workplace, tmp_path, kind):
     content, message = TEMPLATES[kind]
     if message == "did not end":
-        monkeypatch.setattr("spectrain.data.chat.RENDER_S", 0.5)
+        monkeypatch.setattr("spectrain.data.bounded.RENDER_S", 0.5)
     write(tmp_path / "target/chat_template.jinja", content)
     assert message in refused(capsys, workplace)
 

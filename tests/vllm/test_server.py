@@ -12,6 +12,7 @@ from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
 
+import httpx2
 import pyarrow.parquet as pq
 import pytest
 from vllm_tools import vllm_engine, vllm_environment
@@ -83,6 +84,44 @@ def test_greedy_answers_are_those_of_transformers(engine, hf_engine, pool):
     assert answers(engine.generate(asked, sampling)) == expected
     assert {reason for _, _, reason in expected.values()} == {"stop", "length"}
     assert all(endpoint.answered > 4 for endpoint in pool.endpoints)
+
+
+def test_every_turn_is_shown_as_the_chat_endpoint_shows_it(engine, pool):
+    """The same conversations through vLLM's own chat endpoint, which gets earlier answers back as text."""
+    asked = [
+        (Conversation(id=f"c{number}", turns=(f"Say {number}.", "Again?", "More?")), "train") for number in range(6)
+    ]
+    documents = {}
+    for response in engine.generate(asked, Sampling(0.0, 1.0, 0, 16, 0)):
+        documents.setdefault(response.conversation.id, []).append(response)
+    endpoint = pool.endpoints[0]
+    transport = httpx2.HTTPTransport(uds=str(endpoint.server.socket))
+    further = 0
+    with httpx2.Client(transport=transport, base_url="http://server", timeout=PATIENCE_S) as client:
+
+        def post(path, **fields):
+            reply = client.post(path, json={"model": endpoint.model, "messages": messages, **fields})
+            return reply.raise_for_status().json()
+
+        for conversation, _ in asked:
+            messages = []
+            spans = {}  # ids before each answer, and its first id
+            for response in reversed(documents[conversation.id]):
+                ids, mask = response.input_ids.tolist(), response.loss_mask.tolist()
+                starts = [at for at, counts in enumerate(mask) if counts and not mask[at - 1]]
+                spans |= {len(spans) + number: (ids[:at], ids[at], number) for number, at in enumerate(starts)}
+            for turn, (before, first, number) in spans.items():
+                messages.append({"role": "user", "content": conversation.turns[turn]})
+                shown = post("/tokenize", add_generation_prompt=True)["tokens"]
+                if number == 0:  # within a document ids are those that were generated
+                    assert before == shown
+                    further += turn > 0
+                assert engine.template.tokenizer.decode(before) == engine.template.tokenizer.decode(shown)
+                limits = {"max_tokens": 16, "temperature": 0, "stop_token_ids": list(engine.end_ids)}
+                choice = post("/v1/chat/completions", return_token_ids=True, **limits)["choices"][0]
+                assert choice["token_ids"][0] == first
+                messages.append({"role": "assistant", "content": choice["message"]["content"]})
+    assert further >= 3
 
 
 def test_sampled_answers_depend_on_their_seeds_alone(engine):

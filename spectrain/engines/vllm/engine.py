@@ -57,6 +57,8 @@ class VLLMEngine:
         self.open_vllm = open_vllm
         self._capturing = capturing
 
+    stored_together = 1  # vLLM makes its batches itself
+
     def response_key(self, conversation: Conversation, sampling: Sampling) -> str:
         return response_key(conversation, sampling, self.resolved.id, self.resolved.revision)
 
@@ -101,12 +103,14 @@ class VLLMEngine:
         states_for: StatesFor | None,
     ) -> Iterator[Response]:
         asked = [dialogue for dialogue in dialogues if dialogue.finish_reason != "imported"]
-        yield from (dialogue.response(sampling) for dialogue in dialogues if dialogue.finish_reason == "imported")
+        for dialogue in dialogues:
+            if dialogue.finish_reason == "imported":
+                yield from dialogue.responses(sampling)
         if not asked:
             return
         with self.open_vllm("generate", {}) as client:
             for dialogue in answered(client, turns, asked, sampling, on_tokens, states_for):
-                yield dialogue.response(sampling)
+                yield from dialogue.responses(sampling)
 
 
 def answered(
@@ -215,7 +219,7 @@ class OnePass:
                 say(f"note: hidden states of {len(missing)} documents did not arrive; they are captured separately")
 
     def states_for(self, dialogue: Dialogue) -> dict[str, Any] | None:
-        """What the connector is told of the turn that is about to be answered: of the last one, the whole document.
+        """What the connector is told of the turn that is about to be answered: of the last one, its whole document.
 
         Raises ``RunError`` if the hidden states of earlier ones could not be written.
         """
@@ -223,5 +227,5 @@ class OnePass:
             self._session.check()
         if dialogue.turn + 1 < len(dialogue.conversation.turns):
             return None
-        self._described.add(dialogue.key)
-        return describe(dialogue.key, dialogue.split, generated_ranges(dialogue.mask))
+        self._described.add(dialogue.document_key)
+        return describe(dialogue.document_key, dialogue.split, generated_ranges(dialogue.mask))

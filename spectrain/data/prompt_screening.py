@@ -1,0 +1,84 @@
+"""What only the target's chat template tells of a run's prompts: which leave no room for an answer, and which held-out
+prompts the target could not tell from training prompts, because their ids are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from spectrain.config.schema import DataConfig
+from spectrain.data.chat import ChatTemplate
+from spectrain.data.prompts import Conversation, PromptSplit, digest_json
+from spectrain.errors import ConfigError, InputError
+
+
+class PromptScreen:
+    """``template``: the target's; ``max_length``: of a document, in tokens."""
+
+    def __init__(self, template: ChatTemplate, max_length: int) -> None:
+        self._template = template
+        self._max_length = max_length
+        self._shown: dict[str, tuple[int, str]] = {}  # by prompt digest: tokens of the first prompt, digest of all ids
+
+    def screened(self, split: PromptSplit, data: DataConfig) -> PromptSplit:
+        """The split without prompts that are too long (``data.skip_too_long``), and without training prompts that the
+        template makes equal to held-out ones.
+
+        Raises InputError for a prompt that the template rejects or that is too long, ConfigError where ``data.heldout``
+        names a prompt that is a training prompt after the template.
+        """
+        train, heldout = self._with_room(split.train, data), self._with_room(split.heldout, data)
+        skipped = len(split.train) + len(split.heldout) - len(train) - len(heldout)
+        for name, before, left in (("training", split.train, train), ("held-out", split.heldout, heldout)):
+            if before and not left:
+                raise InputError(
+                    f"all {name} prompts take more than target.max_length={self._max_length} tokens: raise it"
+                )
+        same = {self._digest(conversation): conversation for conversation in heldout}
+        seen = [conversation for conversation in train if self._digest(conversation) in same]
+        if seen and data.heldout:
+            twin = same[self._digest(seen[0])]
+            raise ConfigError(
+                f"data.heldout: {len({same[self._digest(c)].where for c in seen})} of its {len(heldout)} prompts are "
+                f"training prompts too after the chat template, the first at {twin.where} (as {seen[0].where}): remove "
+                f"them from one side"
+            )
+        kept = [conversation for conversation in train if self._digest(conversation) not in same]
+        if not kept:
+            raise ConfigError("data.train: the chat template makes all prompts the same: add prompts that differ")
+        return replace(split, train=kept, heldout=heldout, too_long=skipped, alike=len(train) - len(kept))
+
+    def seen_in_training(
+        self, asked: Sequence[Conversation], train: Sequence[Conversation]
+    ) -> list[tuple[Conversation, Conversation]]:
+        """Those of ``asked`` whose ids are those of a training prompt, each with that prompt."""
+        trained = {self._digest(conversation): conversation for conversation in train}
+        return [(c, trained[self._digest(c)]) for c in asked if self._digest(c) in trained]
+
+    def _with_room(self, conversations: Sequence[Conversation], data: DataConfig) -> list[Conversation]:
+        fitting = [c for c in conversations if self._look(c)[0] < self._max_length]
+        if len(fitting) < len(conversations) and not data.skip_too_long:
+            first = next(c for c in conversations if self._look(c)[0] >= self._max_length)
+            raise InputError(
+                f"{first.where}: prompt {first.id} is too long, with its answer it takes more than "
+                f"target.max_length={self._max_length} tokens ({self._look(first)[0]} without); "
+                f"{len(conversations) - len(fitting)} such prompts: raise target.max_length, remove them, or leave "
+                f"them out with data.skip_too_long=true"
+            )
+        return fitting
+
+    def _digest(self, conversation: Conversation) -> str:
+        return self._look(conversation)[1]
+
+    def _look(self, conversation: Conversation) -> tuple[int, str]:
+        key = conversation.prompt_digest()
+        if key not in self._shown:
+            first = self._template.first_prompt_ids(replace(conversation, answers=None))
+            further = [
+                # Each as a first turn, because what is before it is not known yet.
+                self._template.first_prompt_ids(replace(conversation, turns=(turn,), answers=None))
+                for turn in conversation.turns[1:]
+            ]
+            self._shown[key] = (len(first), digest_json([first, *further]))
+        return self._shown[key]
