@@ -15,6 +15,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+import jinja2
+
 _PAGE_BYTES = resource.getpagesize()
 _AGAIN_S = 1.0  # between two signals, in case that one was lost
 
@@ -81,7 +83,9 @@ def render_template(
     except OutOfTimeError:
         raise
     except Exception as error:  # a template is a program of anybody's: dividing by zero is one of many ways
-        raise RejectedError(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__) from error
+        by_its_own_word = type(error) is jinja2.TemplateError
+        kind, reason = type(error).__name__, str(error)
+        raise RejectedError(reason if by_its_own_word and reason else f"{kind}: {reason}".rstrip(": ")) from error
     if not isinstance(rendered, str) or len(rendered) > _MOST_CHARS:
         raise RejectedError(f"it gives more than {_MOST_CHARS:,} characters")
     return rendered

@@ -186,7 +186,7 @@ def test_file_without_prompts(tmp_path: Path, content: bytes) -> None:
 def test_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot be read"):
         load_prompts(tmp_path / "absent.jsonl")
-    with pytest.raises(InputError, match="cannot be read"):
+    with pytest.raises(InputError, match="is no plain file"):
         load_prompts(tmp_path)
 
 

@@ -142,7 +142,6 @@ WRONG_FIELDS = [
     ("config.json", "text_config", {"num_hidden_layers": 10**9}),
     ("config.json", "model_type", 7),
     ("config.json", "model_type", "nonesuch"),
-    ("config.json", "model_type", "opt"),
     ("config.json", "tie_word_embeddings", "maybe"),
     ("config.json", "architectures", 3),
     ("tokenizer.json", "model", 3),
