@@ -128,9 +128,7 @@ def full_disk(error: BaseException) -> str | None:
     if number not in _FULL:
         return None
     if path is None:  # the library does not say
-        return (
-            f"a disk that is written to {_FULL[number]} ({error}): make room, then the same command goes on from here"
-        )
+        return f"a disk {_FULL[number]} ({error}): make room, then the same command goes on from here"
     return _why_not_written(Path(os.fsdecode(path)), Path(os.fsdecode(path)).name, number, None)
 
 
