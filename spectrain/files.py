@@ -124,10 +124,12 @@ def _why_not_written(path: Path, what: str, number: int, size_bytes: int | None)
 
 def full_disk(error: BaseException) -> str | None:
     """What to tell the user of an error that no one expected there, if a full disk is behind it."""
-    number = _system_error(error)
+    number, path = _system_error(error), getattr(error, "filename", None)
     if number not in _FULL:
         return None
-    return _why_not_written(Path(getattr(error, "filename", None) or "here"), "a file", number, None)
+    if path is None:  # the library does not say
+        return f"a disk {_FULL[number]} ({error}): make room, then the same command goes on from here"
+    return _why_not_written(Path(os.fsdecode(path)), Path(os.fsdecode(path)).name, number, None)
 
 
 def existing(path: Path) -> Path:

@@ -180,7 +180,7 @@ class HiddenStatesConfig(Section, name="hidden_states"):
         "auto", "what is stored; int8 has a scale per token and tap; auto: what the target computes in"
     )
     shard_bytes: int = key(1 << 30, "size in bytes at which a shard is closed", at_least=1 << 16, at_most=1 << 40)
-    verify_checksums: bool = key(True, "compare every byte of the store with its checksums before training")
+    verify_checksums: bool = key(True, "before training, compare each shard that is new or changed with its checksum")
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from filelock import FileLock
 
 from spectrain.console import quiet_transformers, say
 from spectrain.errors import InputError
+from spectrain.files import writing
 
 # Part of the folder's name: raise it when conversion starts to write something else.
 _CONVERSION = 1
@@ -83,8 +84,10 @@ def convert_gguf(gguf: Path, destination: Path) -> None:
                 quantization_config=GgufConfig(dequantize=True),
                 dtype=torch.float32,
             )
-            model.save_pretrained(destination)
-            tokenizer.save_pretrained(destination)
+            size_bytes = sum(parameter.nbytes for parameter in model.parameters())
+            with writing(destination, "the converted target", size_bytes):
+                model.save_pretrained(destination)
+                tokenizer.save_pretrained(destination)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise InputError(
             f"{gguf} cannot be converted ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
