@@ -140,12 +140,14 @@ def _screen_prompts(context: Context) -> None:
     if context.prompts_or_none is None:
         return
     screen = PromptScreen(context.template, config.target.max_length)
-    prompts = context.prompts_or_none = screen.screened(context.prompts_or_none, config.data)
+    prompts = screen.screened(context.prompts_or_none, config.data)
+    context.keep_prompts(prompts)
     if command.trains and command.measures:
         suite = load_suite_prompts(config, prompts)
         _refuse_seen([(c, trained.where) for c, trained in screen.seen_in_training(suite, prompts.train)])
-    for note in prompts.notes() if command.needs_prompts else ():
-        say(note)
+    if command.needs_prompts and context.data_dir is context.run_dir:  # jobs of a sweep need not all say it
+        for note in prompts.notes():
+            say(note)
 
 
 def _check_against_target(context: Context) -> None:

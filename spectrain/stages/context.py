@@ -63,6 +63,11 @@ class Context:
             raise RunError("this command reads no prompts")
         return self.prompts_or_none
 
+    def keep_prompts(self, prompts: PromptSplit) -> None:
+        """Go on with these prompts, which are those so far but for some."""
+        self.prompts_or_none = prompts
+        self.__dict__.pop("splits", None)  # of those so far
+
     def learn_spec(self) -> None:
         """Fetch the target and read its dimensions."""
         self.spec_or_none = TargetSpec.from_folder(self.target.folder, self.config.target.trust_remote_code)

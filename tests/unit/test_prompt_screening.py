@@ -113,6 +113,10 @@ def test_generate_counts_what_it_leaves_out(capsys: pytest.CaptureFixture[str], 
     code, said = run(capsys, target, tmp_path, "generate", *files, "data.skip_too_long=true")
     assert code == 0 and "generate: 5 responses" in said
     assert said.count("note: prompts: 1 ") == 2
+    asked = [*files, "data.skip_too_long=true"]
+    assert run(capsys, target, tmp_path, "capture", *asked)[0] == 0
+    code, said = run(capsys, target, tmp_path, "capture", *asked)  # what is left out is not missing
+    assert code == 0 and "generate: unchanged" in said and "capture: unchanged" in said
 
 
 @pytest.mark.parametrize("dry", [[], ["--dry-run"]])
