@@ -9,13 +9,16 @@ Ids that end an answer of the target: one definition for every engine, the chat 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from spectrain.console import quiet_transformers
 from spectrain.errors import InputError
+from spectrain.target.quantization import Quantization, quantization_of
+from spectrain.target.served_rope import is_longrope, settled
 
 # Layers whose state is a K/V cache. Any other kind (linear_attention, mamba, conv, …) carries a recurrent state that
 # cannot be cropped.
@@ -50,11 +53,12 @@ class TargetSpec:
     sliding_window: int | None
     architectures: tuple[str, ...]
     dtype: torch.dtype
+    quantization: Quantization | None = None
 
     @classmethod
-    def from_config(cls, hf_config: Any) -> TargetSpec:
+    def from_config(cls, hf_config: Any, folder: Path | None = None) -> TargetSpec:
         """Reads a transformers configuration. A field that a decoder cannot lack and that is missing is an
-        ``InputError``.
+        ``InputError``. ``folder``: where the target's other files are, some of which say how it is quantised.
         """
         text = hf_config.get_text_config(decoder=True)
         first = text.per_layer_config[0] if getattr(text, "is_heterogeneous", False) else text
@@ -81,12 +85,26 @@ class TargetSpec:
             sliding_window=getattr(text, "sliding_window", None) if "sliding_attention" in layer_types else None,
             architectures=tuple(getattr(hf_config, "architectures", None) or ()),
             dtype=_dtype(hf_config, text),
+            quantization=quantization_of(hf_config, folder),
         )
 
     @classmethod
     def from_folder(cls, folder: Path, trust_remote_code: bool = False) -> TargetSpec:
         """Reads ``config.json`` of a checkpoint folder, no weights."""
-        return cls.from_config(load_config(folder, trust_remote_code))
+        return cls.from_config(load_config(folder, trust_remote_code), folder)
+
+    def served_at(self, max_length: int) -> TargetSpec:
+        """The same target as a server of ``max_length`` tokens computes it: see ``served_rope.py``."""
+        rope = settled(self.rope_parameters, self.max_position_embeddings, max_length)
+        return replace(self, rope_parameters=rope)
+
+    def required_server_length(self, max_length: int) -> int | None:
+        """vLLM's ``max_model_len`` with which it turns as it was trained up to ``max_length`` tokens, where that
+        depends on it; else None.
+        """
+        if not is_longrope(self.rope_parameters):
+            return None
+        return max(max_length, int(self.rope_parameters["original_max_position_embeddings"]))
 
     def default_taps(self) -> tuple[int, ...]:
         """The taps of EAGLE-3's reference code: residual stream after 2, N//2 and N−3 layers (N layers in all).
@@ -123,7 +141,8 @@ def load_config(folder: Path, trust_remote_code: bool = False) -> Any:
     if not path.is_file():
         raise InputError(f"{path} does not exist: a target is a folder with config.json, *.safetensors and a tokenizer")
     try:
-        return AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code, local_files_only=True)
+        with quiet_transformers():
+            return AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code, local_files_only=True)
     except Exception as error:  # transformers raises anything from KeyError to validation errors of its own
         if not trust_remote_code and "auto_map" in path.read_text(encoding="utf-8", errors="replace"):
             message = (
