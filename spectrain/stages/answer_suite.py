@@ -113,7 +113,8 @@ def measured_inputs(context: Context) -> dict[str, Any]:
 
 def load_measured_drafter(context: Context, device: torch.device) -> Drafter:
     """The drafter that is measured, on ``device``, with the target's embedding and head."""
-    drafter = load_drafter(context.measured_drafter, context.spec.default_taps())
+    length = context.config.target.max_length
+    drafter = load_drafter(context.measured_drafter, context.spec.default_taps(), length)
     drafter.attach(TargetHead.from_checkpoint(context.target.folder, device=device))
     return drafter.to(device)
 

@@ -64,7 +64,10 @@ class Context:
 
     def learn_spec(self) -> None:
         """Fetch the target and read its dimensions."""
-        self.spec_or_none = TargetSpec.from_folder(self.target.folder, self.config.target.trust_remote_code)
+        target = self.config.target
+        self.spec_or_none = TargetSpec.from_folder(self.target.folder, target.trust_remote_code).served_at(
+            target.max_length
+        )
 
     @property
     def measured_drafter(self) -> Path:

@@ -28,8 +28,9 @@ def original_length(config: Mapping[str, Any]) -> int | None:
     """
     for parameters in _sets(config.get("rope_parameters") or config.get("rope_scaling") or {}):
         if is_longrope(parameters):
-            found = config.get("original_max_position_embeddings") or parameters.get("original_max_position_embeddings")
-            return int(found or config["max_position_embeddings"])
+            name = "original_max_position_embeddings"
+            found = config.get(name) or parameters.get(name) or config.get("max_position_embeddings")
+            return found if isinstance(found, int) else None
     return None
 
 

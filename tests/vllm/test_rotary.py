@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 import torch
 from tiny import tiny_config
-from transformers import AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding, apply_rotary_pos_emb
 
 from spectrain.drafters.layers import LayerShape, Rotary, rotate
 from spectrain.target.served_rope import settle, settled
 
 HEAD_DIM, POSITIONS, ORIGINAL = 16, 512, 128
 SHORT, LONG = [1.0 + 0.02 * i for i in range(8)], [1.0 + 0.8 * i for i in range(8)]
+PARTIAL = {"partial_rotary_factor": 0.5, "short_factor": SHORT[:4], "long_factor": LONG[:4]}
 LONGROPE = {"short_factor": SHORT, "long_factor": LONG, "original_max_position_embeddings": ORIGINAL}
 # Kind -> parameters beyond rope_type and rope_theta.
 KINDS: dict[str, list[dict[str, Any]]] = {
@@ -57,13 +58,9 @@ def vllm_turned(parameters: dict[str, Any], max_model_len: int, x_TNd: torch.Ten
     object.__setattr__(config, "model_config", SimpleNamespace(max_model_len=max_model_len))
     _ROPE_DICT.clear()  # its key does not know max_model_len
     with set_current_vllm_config(config, check_compile=False):
-        embedding = get_rope(x_TNd.shape[-1], max_position=POSITIONS, rope_parameters=parameters, dtype=torch.float32)
-        flat = x_TNd.flatten(1)
-        return (
-            embedding.forward_native(torch.arange(len(x_TNd)), flat.clone(), flat.clone())[0].view_as(x_TNd)
-            if hasattr(embedding, "forward_native")
-            else embedding(torch.arange(len(x_TNd)), flat.clone(), flat.clone())[0].view_as(x_TNd)
-        )
+        embedding = get_rope(HEAD_DIM, max_position=POSITIONS, rope_parameters=parameters, dtype=torch.float32)
+        turn = getattr(embedding, "forward_native", embedding)
+        return turn(torch.arange(len(x_TNd)), x_TNd.flatten(1), x_TNd.flatten(1))[0].view_as(x_TNd)
 
 
 def heads(length: int) -> torch.Tensor:
@@ -86,18 +83,25 @@ def test_drafters_turn_as_vllm_does(kind: str, more: dict[str, Any], served: int
 
 
 @pytest.mark.parametrize("served", [ORIGINAL, ORIGINAL + 1, POSITIONS])
-@pytest.mark.parametrize("more", [more for more in KINDS["longrope"]])
-@pytest.mark.parametrize("length", [20, ORIGINAL + 40])
+@pytest.mark.parametrize("length", [20, ORIGINAL + 40])  # of the longest row of a batch
+@pytest.mark.parametrize("more", [*KINDS["longrope"], {**LONGROPE, **PARTIAL}])
 def test_a_longrope_target_turns_as_vllm_does_whatever_the_batch(
-    more: dict[str, Any], served: int, length: int
+    more: dict[str, Any], length: int, served: int
 ) -> None:
+    parameters = rope("longrope", more)
     config = tiny_config(
-        "phi3", head_dim=HEAD_DIM, rope_parameters=rope("longrope", more), original_max_position_embeddings=ORIGINAL
+        "phi3", hidden_size=64, head_dim=HEAD_DIM, rope_parameters=parameters, original_max_position_embeddings=ORIGINAL
     )
     settle(config, served)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    cos, sin = model.model.rotary_emb(torch.zeros(1), torch.arange(length)[None])
+    cos_sin = Phi3RotaryEmbedding(config)(torch.zeros(1), torch.arange(length)[None])
     x_TNd = heads(length)
-    ours = rotate(x_TNd, (cos[0], sin[0]))
-    theirs = vllm_turned(rope("longrope", more), served, x_TNd)
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)
+    x_1NTd = x_TNd.transpose(0, 1)[None]
+    ours = apply_rotary_pos_emb(x_1NTd, x_1NTd, *cos_sin)[0][0].transpose(0, 1)[:served]
+    torch.testing.assert_close(ours, vllm_turned(parameters, served, x_TNd[:served]), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("more", [{"partial_rotary_factor": 0.5}, {"rope_dim": 8}])
+def test_a_drafter_whose_heads_are_turned_in_part_is_refused(more: dict[str, Any]) -> None:
+    """vLLM would turn them in part."""
+    with pytest.raises(ValueError, match=next(iter(more))):
+        LayerShape("llama", 32, 8, 2, 1, HEAD_DIM, 1e-5, rope("default", more), POSITIONS)
