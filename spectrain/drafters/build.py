@@ -45,8 +45,8 @@ def continue_drafter(
     """The drafter in ``config.path``, ready to be trained further: how it is trained is the configuration's, all else
     is the folder's.
 
-    ``usual_taps``, ``served_length``: as in ``drafter_folder.load_drafter``. Float32 whatever it was stored in: small updates of 16-bit
-    weights would round away.
+    ``usual_taps``, ``served_length``: as in ``drafter_folder.load_drafter``. Float32 whatever it was stored in: small
+    updates of 16-bit weights would round away.
     """
     drafter = load_drafter(Path(config.path or "").expanduser(), usual_taps, served_length)
     drafter.float().train()

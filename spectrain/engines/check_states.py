@@ -31,7 +31,8 @@ from torch import Tensor
 from spectrain.config.schema import EngineConfig, TargetConfig
 from spectrain.console import say
 from spectrain.data.hidden_states import TargetStates, as_stored
-from spectrain.errors import InputError, RunError
+from spectrain.data.hidden_states_writer import is_finite
+from spectrain.errors import InputError, NotFiniteError, RunError
 from spectrain.target.head import TargetHead
 from spectrain.target.model import TargetModel, choose_device, choose_dtype
 from spectrain.target.resolve import ResolvedTarget
@@ -193,8 +194,12 @@ class SelfCheck:
     def compare(self, documents: Sequence[CheckDocument]) -> None:
         """Raise ``RunError`` that names the layer and the position if hidden states are not the target's.
 
-        documents: those of ``prepare``, in the same order.
+        documents: those of ``prepare``, in the same order. ``NotFiniteError`` where the target itself gives no numbers.
         """
+        for document in documents:
+            for name in ("taps", "last_hidden"):
+                if not is_finite(getattr(document.states, name).float()):
+                    raise NotFiniteError(name, str(self._dtype).removeprefix("torch."), f" for {document.states.key}")
         if self.method == "taps":
             states = [document.states for document in documents]
             for slot, tap in enumerate(self._tap_ids):

@@ -22,7 +22,7 @@ from torch import nn
 
 from spectrain.config.schema import TargetConfig
 from spectrain.console import quiet_transformers
-from spectrain.errors import ConfigError, InputError, RunError
+from spectrain.errors import ConfigError, InputError, NotFiniteError
 from spectrain.target.checkpoint import CheckpointReader, check_experts, check_loading
 from spectrain.target.cpu_kernels import speed_up
 from spectrain.target.families import HeadMath, head_math
@@ -139,17 +139,14 @@ class TargetModel:
         Costs V floats a position: select the positions first.
         """
         logits = self._math.transform_logits(self._lm_head(self.post_norm(last_hidden)))
-        # NaN is the greatest of all to torch; a logit of -inf is a token that cannot be, and some models have those.
-        self.require_finite(logits.amax(-1) if logits.numel() else logits, "logits")
+        if logits.numel():  # a logit of -inf is a token that cannot be; NaN is the greatest of all to torch
+            self.require_finite(logits.amax(-1), "logits")
         return logits
 
     def require_finite(self, values: torch.Tensor, what: str) -> None:
-        """``RunError`` unless all of ``values``, computed by the target and called ``what``, are finite."""
-        if bool(values.isfinite().all()):
-            return
-        dtype = str(self.dtype).removeprefix("torch.")
-        advice = "use target.dtype=bfloat16, or float32" if self.dtype == torch.float16 else "its weights are broken"
-        raise RunError(f"the target's {what} are not finite in {dtype}: {advice}")
+        """``NotFiniteError`` unless all of ``values``, which the target computed and which are called ``what``, are."""
+        if not all(bool(extreme.isfinite()) for extreme in values.aminmax()):
+            raise NotFiniteError(what, str(self.dtype).removeprefix("torch."))
 
     @contextmanager
     def _recording(self, shape: torch.Size, tap_ids: Sequence[int]) -> Iterator[_Recorder]:

@@ -54,7 +54,7 @@ class Quantization:
         return f"{self.method} ({', '.join(known)})" if known else self.method
 
     def refused(self) -> str | None:
-        """What of it ``engine=hf`` cannot read, as a person would name it; None where it computes such a target right."""
+        """What of it ``engine=hf`` cannot read, as a person would name it; None where it computes the target right."""
         if self.method in ("fp8", "mxfp4"):
             return None
         if self.method != "compressed-tensors" or not self._formats <= set(_READ_FORMATS):
@@ -139,8 +139,8 @@ def require_readable(quantization: Quantization, target: str) -> None:
     refused = quantization.refused()
     if refused is not None:
         raise InputError(
-            f"target {target} is quantised by {refused}, which engine=hf cannot read: use engine=vllm, or a copy of the "
-            f"target in 16 bits"
+            f"target {target} is quantised by {refused}, which engine=hf cannot read: use engine=vllm, or a copy "
+            f"of the target in 16 bits"
         )
 
 

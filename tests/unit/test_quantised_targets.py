@@ -105,7 +105,7 @@ def test_modelopt_beside_a_config_that_does_not_know_it_is_refused(llama: Path, 
         check_weights(folder, TargetConfig(path=str(folder)))
 
 
-# --- single matrices ---------------------------------------------------------------------------------------------------
+# --- single matrices ------------------------------------------------------------------------------------------
 
 SCALED = [
     name

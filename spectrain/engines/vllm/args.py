@@ -135,7 +135,11 @@ def _max_model_len(max_length: int, folder: str | Path, speculation: Mapping[str
 def _check_length(max_model_len: Any, max_length: int, folder: str | Path) -> None:
     """ConfigError for a length given to vLLM with which the target turns otherwise than up to ``max_length`` tokens."""
     original = _original_length(folder)
-    if original is not None and isinstance(max_model_len, int) and (max_model_len > original) != (max_length > original):
+    if (
+        original is not None
+        and isinstance(max_model_len, int)
+        and (max_model_len > original) != (max_length > original)
+    ):
         raise ConfigError(
             f"engine.args.max_model_len={max_model_len}: the target turns by other rotary factors beyond {original} "
             f"tokens, and states and drafter are of target.max_length={max_length}: leave it out, or set both alike"
