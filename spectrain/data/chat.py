@@ -37,13 +37,15 @@ class ChatTemplate:
     Raises InputError if the tokenizer has no template.
     """
 
-    def __init__(self, tokenizer: Any, end_ids: Iterable[int] | None = None) -> None:
+    def __init__(self, tokenizer: Any, end_ids: Iterable[int] | None = None, vocab_size: int | None = None) -> None:
+        """``vocab_size``: rows of the target's embedding."""
         if not getattr(tokenizer, "chat_template", None):
             raise InputError(
                 "the target's tokenizer has no chat template: use an instruction-tuned target, or add "
                 "chat_template.jinja"
             )
         self.tokenizer = tokenizer
+        self._vocab_size = vocab_size
         self._given_end_ids = frozenset(end_token_ids(tokenizer, None) if end_ids is None else end_ids)
 
     @cached_property
@@ -107,6 +109,17 @@ class ChatTemplate:
         for start, end in spans:
             self._supervise(mask, ids, offsets, start, end)
         return ids, mask
+
+    def require_embedded(self, conversation: Conversation, ids: Sequence[int]) -> None:
+        """InputError, naming prompt, token and size, if the target's embedding has no row for one of ``ids``."""
+        size = self._vocab_size
+        beyond = next((token for token in ids if token >= size), None) if size is not None else None
+        if beyond is not None:
+            text = self.tokenizer.convert_ids_to_tokens(beyond)
+            raise InputError(
+                f"{conversation.where}: prompt {conversation.id} has token {beyond} ({text!r}), the target embeds "
+                f"{size} tokens, counted from 0: its tokenizer is not its own, or has tokens added that it never saw"
+            )
 
     # Rendering
 

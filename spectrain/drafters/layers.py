@@ -276,8 +276,8 @@ def _own_rope(target: Mapping[str, Any], head_dim: int, longrope: bool) -> dict[
     """The drafter's rotary parameters: the target's, where its heads can be turned by them, else plain ones. Drafters
     learn with what they get, but have to be served with the same.
     """
-    rope = {key: value for key, value in target.items() if key in _ROPE_KEYS and value is not None}
-    rope = {"rope_type": "default", "rope_theta": _ROPE_THETA_DEFAULT} | rope
+    plain: dict[str, Any] = {"rope_type": "default", "rope_theta": _ROPE_THETA_DEFAULT}
+    rope = plain | {key: value for key, value in target.items() if key in _ROPE_KEYS and value is not None}
     if "factor" in rope and isinstance(rope["factor"], int):
         rope["factor"] = float(rope["factor"])  # vLLM takes a whole number for a list of factors
     fits = rope["rope_type"] in ("default", "linear", "dynamic", "yarn", "llama3") or (

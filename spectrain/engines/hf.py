@@ -269,7 +269,7 @@ class HFEngine:
         self.config = config
         self.max_length = max_length
         self.end_ids = end_token_ids(target.tokenizer, target.generation_config)
-        self.template = ChatTemplate(target.tokenizer, self.end_ids)
+        self.template = ChatTemplate(target.tokenizer, self.end_ids, target.spec.vocab_size)
 
     def response_key(self, conversation: Conversation, sampling: Sampling) -> str:
         return response_key(conversation, sampling, self.resolved.id, self.resolved.revision)

@@ -141,7 +141,7 @@ class Context:
 
     @cached_property
     def template(self) -> ChatTemplate:
-        return ChatTemplate(self.tokenizer, self.eos_ids)
+        return ChatTemplate(self.tokenizer, self.eos_ids, self.spec_or_none.vocab_size if self.spec_or_none else None)
 
     @cached_property
     def sampling(self) -> Sampling:

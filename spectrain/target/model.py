@@ -245,7 +245,7 @@ def _finish_dequantising(model: nn.Module, dtype: torch.dtype) -> None:
     """
     for module in model.modules():
         if hasattr(module, "quantization_scheme"):
-            module.quantization_enabled = False
+            module.__dict__["quantization_enabled"] = False
             module.__dict__.pop("forward", None)
     for parameter in model.parameters():
         if parameter.dtype in (torch.bfloat16, torch.float16):
