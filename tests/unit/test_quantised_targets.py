@@ -11,14 +11,17 @@ from quantised_targets import FORMATS, READ, quantise, quantise_experts
 from safetensors.torch import load_file, save_file
 from tiny import tiny_target
 
+from spectrain.config.drafter_schema import DrafterConfig
 from spectrain.config.schema import TargetConfig
+from spectrain.data.vocab import full_vocab
+from spectrain.drafters.build import build_drafter
 from spectrain.errors import InputError
 from spectrain.target.checkpoint import CheckpointReader
 from spectrain.target.head import TargetHead
 from spectrain.target.model import TargetModel, check_weights
 from spectrain.target.quantization import full_precision, quantization_of
 from spectrain.target.resolve import resolve_target
-from spectrain.target.spec import load_config
+from spectrain.target.spec import TargetSpec, load_config
 
 IDS_1S = torch.arange(3, 40)[None]
 REFUSED = [name for name in FORMATS if name not in READ]
@@ -137,6 +140,31 @@ def test_blocks_are_those_of_the_configuration(llama: Path, tmp_path: Path) -> N
     quantization = quantization_of(load_config(folder), folder)
     quantization.fields["weight_block_size"][:] = [48, 32]
     assert full_precision(reader, weight, quantization) is None
+
+
+@pytest.mark.parametrize("method", ["eagle3", "dflash"])
+@pytest.mark.parametrize("name", ["fp8 block", "compressed-tensors int8", "modelopt"])
+def test_drafters_begin_with_dequantised_weights(name: str, method: str, llama: Path, tmp_path: Path) -> None:
+    folder = quantise(name, llama, tmp_path / "q")
+    found, twin = built(method, "target", folder), built(method, "target", folder / "twin")
+    assert all(torch.equal(tensor, twin[key]) for key, tensor in found.items())
+    assert not torch.equal(found[MATRIX], built(method, "random", folder)[MATRIX])
+
+
+@pytest.mark.parametrize("method", ["eagle3", "dflash"])
+@pytest.mark.parametrize("name", ["gptq", "awq", "bitsandbytes int8", "bitsandbytes nf4", "compressed-tensors nvfp4"])
+def test_or_without_them(name: str, method: str, llama: Path, tmp_path: Path) -> None:
+    folder = quantise(name, llama, tmp_path / "q")
+    assert torch.equal(built(method, "target", folder)[MATRIX], built(method, "random", folder)[MATRIX])
+
+
+MATRIX = "layers.0.mlp.down_proj.weight"
+
+
+def built(method: str, init: str, folder: Path) -> dict[str, torch.Tensor]:
+    spec, head = TargetSpec.from_folder(folder), TargetHead.from_checkpoint(folder)
+    config = DrafterConfig(method, init=init, layer_type=None)
+    return build_drafter(config, spec, full_vocab(spec.vocab_size), head, folder).body.state_dict()
 
 
 def test_a_head_in_eight_bits_is_dequantised(llama: Path, tmp_path: Path) -> None:

@@ -166,9 +166,10 @@ def test_a_foreign_drafter_turns_as_the_server_will(tmp_path: Path) -> None:
     drafter.reset(torch.Generator().manual_seed(0))
     folder = tmp_path / "drafter"
     save_drafter(drafter, folder, target="t", target_architectures=("A",), num_speculative_tokens=3)
-    assert json.loads((folder / "config.json").read_text())["transformer_layer_config"]["rope_parameters"][
-        "long_factor"
-    ] == LONG  # as the target's, which was not asked for a length
+    assert (
+        json.loads((folder / "config.json").read_text())["transformer_layer_config"]["rope_parameters"]["long_factor"]
+        == LONG
+    )  # as the target's, which was not asked for a length
     for served, factors in ((ORIGINAL, SHORT), (ORIGINAL + 1, LONG), (None, SHORT)):
         rope = load_drafter(folder, served_length=served).shape.layer.rope_parameters
         assert rope["short_factor"] == rope["long_factor"] == factors
