@@ -76,8 +76,12 @@ def test_partial_rotary_and_longrope_give_a_drafter(
 ) -> None:
     """As Phi-4-mini: no drafter can turn its heads by the target's lists, so they turn plainly."""
     rope = {
-        **{"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75},
-        **{"short_factor": [1.0, 1.1, 1.2], "long_factor": [1.0, 3.0, 9.0], "original_max_position_embeddings": 128},
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.75,
+        "short_factor": [1.0, 1.1, 1.2],
+        "long_factor": [1.0, 3.0, 9.0],
+        "original_max_position_embeddings": 128,
     }
     folder = tiny_target(
         "phi3", tmp_path / "t", rope_parameters=rope, original_max_position_embeddings=128, partial_rotary_factor=0.75

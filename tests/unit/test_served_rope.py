@@ -206,5 +206,5 @@ def test_room_for_drafts_does_not_change_the_factors(max_length: int, told: int,
 @pytest.mark.parametrize(("max_length", "given"), [(ORIGINAL, 100), (100, ORIGINAL)])
 def test_a_length_with_other_factors_is_refused(max_length: int, given: int, tmp_path: Path) -> None:
     config = EngineConfig(args={"max_model_len": given})
-    with pytest.raises(ConfigError, match="engine.args.max_model_len"):
+    with pytest.raises(ConfigError, match=r"engine\.args\.max_model_len"):
         engine_args(config, TargetConfig(path="t", max_length=max_length), phi3(tmp_path))

@@ -126,7 +126,7 @@ def _max_model_len(max_length: int, folder: str | Path, speculation: Mapping[str
     (``served_rope.py``) is left out.
     """
     wanted = max_length + 1 + int((speculation or {}).get("num_speculative_tokens") or 0)
-    most, original = _text_field(_config_json(Path(folder)), "max_position_embeddings"), _original_length(folder)
+    most, original = _text_field(_config_json(Path(folder)), "max_position_embeddings"), target_original_length(folder)
     if original is not None and max_length <= original:
         most = original
     return max(max_length, min(wanted, most)) if isinstance(most, int) else wanted
@@ -134,7 +134,7 @@ def _max_model_len(max_length: int, folder: str | Path, speculation: Mapping[str
 
 def _check_length(max_model_len: Any, max_length: int, folder: str | Path) -> None:
     """ConfigError for a length given to vLLM with which the target turns otherwise than up to ``max_length`` tokens."""
-    original = _original_length(folder)
+    original = target_original_length(folder)
     if (
         original is not None
         and isinstance(max_model_len, int)
@@ -146,7 +146,8 @@ def _check_length(max_model_len: Any, max_length: int, folder: str | Path) -> No
         )
 
 
-def _original_length(folder: str | Path) -> int | None:
+def target_original_length(folder: str | Path) -> int | None:
+    """Tokens beyond which the target turns otherwise, where its configuration is here and says so."""
     config = _config_json(Path(folder))
     inner = config.get("text_config")
     return original_length(inner if isinstance(inner, dict) else config)
