@@ -148,10 +148,10 @@ class SelfCheck:
         self._tap_ids = tuple(tap_ids)
         self._states_dtype = states_dtype
         hf_config = load_config(resolved.folder, target.trust_remote_code)
-        self._spec = TargetSpec.from_config(hf_config)
+        self._spec = TargetSpec.from_config(hf_config, resolved.folder)
         self._device = choose_device(target.device)
         self._dtype = choose_dtype(target.dtype, self._device, self._spec)
-        self._quantised = engine.quantization is not None or getattr(hf_config, "quantization_config", None) is not None
+        self._quantised = engine.quantization is not None or self._spec.quantization is not None
         self.method = self._method(engine.self_check)
         self._references: list[Tensor] = []
 

@@ -35,6 +35,7 @@ _OF_OTHER_KEYS = {
         for name in ("quantization", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
     },
 }
+_MODELOPT_FILE = "hf_quant_config.json"  # how a checkpoint is quantised whose config.json does not say so
 _NOT_TO_SET = ("kv_transfer_config", "served_model_name", "skip_tokenizer_init")
 
 
@@ -109,7 +110,7 @@ def dtype_argument(dtype: str, folder: Path, quantization: str | None = None) ->
     if dtype != "auto" or quantization is not None:
         return dtype
     config = _config_json(folder)
-    if "quantization_config" in config:
+    if "quantization_config" in config or (folder / _MODELOPT_FILE).is_file():
         return "auto"
     if is_cpu_build():
         return "float32"
