@@ -30,3 +30,17 @@ class RunError(SpectrainError):
     """A failure while running: a non-finite loss, an empty loss mask, hidden states that are not the target's."""
 
     exit_code = 1
+
+
+class NotFiniteError(RunError):
+    """Numbers of the target that are not finite. ``what`` they are, the type they were computed in where that is known,
+    and ``where``.
+    """
+
+    def __init__(self, what: str, dtype: str | None = None, where: str = "") -> None:
+        wider = "use target.dtype=bfloat16 or float32, whose range is wider"
+        advice = {None: f"in float16 that is its range, {wider}", "float16": wider}.get(
+            dtype, "its weights are broken, or it needs another target.dtype"
+        )
+        kind = f" in {dtype}" if dtype else ""
+        super().__init__(f"the target computed {what} that are not finite{kind}{where}: {advice}")

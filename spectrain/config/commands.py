@@ -68,6 +68,7 @@ class Command:
     captures: bool = False  # runs the target over responses, even where all that training needs is there
     trains: bool = False
     measures: bool = False  # decodes the prompts of a suite
+    compares: bool = False  # and does so in our own loop, too, whatever the engine
     looks_only: bool = False  # always as with --dry-run
     touches_run_dir: bool = True  # composes, checks, locks the run directory and works in it
     takes_multirun: bool = True
@@ -206,6 +207,7 @@ _PARITY = replace(
     keys=("drafter.path", "decoding.num_speculative_tokens", "suite.prompts", "suite.max_prompts"),
     examples=("spectrain eval parity run.dir=runs/quickstart engine=vllm",),
     takes_multirun=False,
+    compares=True,
 )
 _SERVE = Command(
     name="serve",

@@ -65,13 +65,15 @@ class ChatTemplate:
     Raises InputError if the tokenizer has no template.
     """
 
-    def __init__(self, tokenizer: Any, end_ids: Iterable[int] | None = None) -> None:
+    def __init__(self, tokenizer: Any, end_ids: Iterable[int] | None = None, vocab_size: int | None = None) -> None:
+        """``vocab_size``: rows of the target's embedding."""
         if not getattr(tokenizer, "chat_template", None):
             raise InputError(
                 "the target's tokenizer has no chat template: use an instruction-tuned target, or add "
                 "chat_template.jinja"
             )
         self.tokenizer = tokenizer
+        self._vocab_size = vocab_size
         self._given_end_ids = frozenset(end_token_ids(tokenizer, None) if end_ids is None else end_ids)
 
     @cached_property
@@ -179,6 +181,17 @@ class ChatTemplate:
             self._supervise(mask, ids, offsets, start, end)
         return ids, mask
 
+    def require_embedded(self, conversation: Conversation, ids: Sequence[int]) -> None:
+        """InputError, naming prompt, token and size, if the target's embedding has no row for one of ``ids``."""
+        size = self._vocab_size
+        beyond = next((token for token in ids if token >= size), None) if size is not None else None
+        if beyond is not None:
+            text = self.tokenizer.convert_ids_to_tokens(beyond)
+            raise InputError(
+                f"{conversation.where}: prompt {conversation.id} has token {beyond} ({text!r}), the target embeds "
+                f"{size} tokens, counted from 0: its tokenizer is not its own, or has tokens added that it never saw"
+            )
+
     # Rendering
 
     def _render(self, conversation: Conversation, answers: Sequence[str]) -> str:
@@ -214,23 +227,12 @@ class ChatTemplate:
                 messages.append(("assistant", answers[index]))
         tools = None if conversation.tools is None else list(conversation.tools)
         try:
-            return self._apply_to(messages, tools, len(turns) > len(answers), self._takes_parts)
+            return render_template(self.tokenizer, messages, tools, len(turns) > len(answers), self._takes_parts)
         except OutOfTimeError as error:
             raise InputError(
                 f"{conversation.where}: the target's chat template did not end within {RENDER_S:g} s: correct the "
                 f"template"
             ) from error
-
-    def _apply_to(
-        self, messages: Sequence[tuple[str, str]], tools: list[Any] | None, generation_prompt: bool, parts: bool
-    ) -> str:
-        """Raises RejectedError, and OutOfTimeError."""
-        return render_template(
-            self.tokenizer,
-            [{"role": role, "content": [{"type": "text", "text": text}] if parts else text} for role, text in messages],
-            tools,
-            generation_prompt,
-        )
 
     @cached_property
     def _takes_parts(self) -> bool:
@@ -238,7 +240,7 @@ class ChatTemplate:
         targets that see images walk over the parts, and some show nothing of a plain text.
         """
         try:
-            rendered = self._apply_to([("user", _MARK)], None, True, parts=True)
+            rendered = render_template(self.tokenizer, [("user", _MARK)], None, True, parts=True)
         except (RejectedError, OutOfTimeError):
             return False
         return _MARK in rendered and "'text'" not in rendered  # the list itself would be written with its names

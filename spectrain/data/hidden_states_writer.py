@@ -26,7 +26,7 @@ from spectrain.data.hidden_states import (
 )
 from spectrain.data.hidden_states_shard import ShardBuffer
 from spectrain.data.shard_damage import readable_shards, take_out
-from spectrain.errors import RunError, SpectrainError
+from spectrain.errors import NotFiniteError, SpectrainError
 from spectrain.files import file_digest, remove_partials, write_atomically
 
 
@@ -76,10 +76,7 @@ class HiddenStatesWriter:
             )
         for name in ("taps", "last_hidden"):
             if not is_finite(getattr(states, name)):
-                raise RunError(
-                    f"the target computed {name} that are not finite for response {states.key}: try "
-                    f"target.dtype=float32"
-                )
+                raise NotFiniteError(name, where=f" for response {states.key}")
         last = self.meta.last_hidden_tap
         if last is not None and not torch.equal(states.taps[:, last], states.last_hidden):
             raise ValueError(f"hidden states of {states.key}: tap {self.meta.num_layers} is not the last hidden state")

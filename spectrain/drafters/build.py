@@ -36,14 +36,19 @@ def build_drafter(
     return _ready_to_train(drafter, config, head)
 
 
-def continue_drafter(config: DrafterConfig, head: TargetHead, usual_taps: Sequence[int] | None = None) -> Drafter:
+def continue_drafter(
+    config: DrafterConfig,
+    head: TargetHead,
+    usual_taps: Sequence[int] | None = None,
+    served_length: int | None = None,
+) -> Drafter:
     """The drafter in ``config.path``, ready to be trained further: how it is trained is the configuration's, all else
     is the folder's.
 
-    ``usual_taps``: as in ``drafter_folder.load_drafter``. Float32 whatever it was stored in: small updates of 16-bit
-    weights would round away.
+    ``usual_taps``, ``served_length``: as in ``drafter_folder.load_drafter``. Float32 whatever it was stored in: small
+    updates of 16-bit weights would round away.
     """
-    drafter = load_drafter(Path(config.path or "").expanduser(), usual_taps)
+    drafter = load_drafter(Path(config.path or "").expanduser(), usual_taps, served_length)
     drafter.float().train()
     settled = find_method(drafter.method).settings(drafter.shape)
     drafter.config = _with_settings(replace(config, method=drafter.method), settled)

@@ -27,6 +27,7 @@ from spectrain.drafters.registry import DrafterMethod, find_method, known_method
 from spectrain.errors import InputError
 from spectrain.files import file_digest, recover_folder, replace_folder, write_atomically
 from spectrain.reading import read_json
+from spectrain.target.served_rope import settled
 
 if TYPE_CHECKING:
     from spectrain.drafters.drafter import DrafterShape
@@ -107,11 +108,14 @@ def read_method(folder: str | Path) -> str:
     return str(_read_config(Path(folder))["speculators_model_type"])
 
 
-def load_drafter(folder: str | Path, usual_taps: Sequence[int] | None = None) -> Drafter:
+def load_drafter(
+    folder: str | Path, usual_taps: Sequence[int] | None = None, served_length: int | None = None
+) -> Drafter:
     """Read a drafter folder of any layout that ``foreign_checkpoints.py`` knows; weights are bit for bit what was
     saved.
 
-    Call ``attach(head)`` before drafting. ``usual_taps`` as in ``read_shape``.
+    Call ``attach(head)`` before drafting. ``usual_taps`` as in ``read_shape``. ``served_length``: tokens up to which it
+    is served, which decides how folders of others turn (``served_rope.py``); those that fit writes have decided.
 
     Raises InputError naming the file and the field or tensor that is missing or has the wrong shape, or weights that
     have changed since they were written.
@@ -120,7 +124,7 @@ def load_drafter(folder: str | Path, usual_taps: Sequence[int] | None = None) ->
     if not folder.exists():  # a writer was killed between its two renames; one that is at work must not be disturbed
         recover_folder(folder)
     config = _read_config(folder, usual_taps)
-    shape = _shape_from_config(config, folder)
+    shape = _shape_from_config(_served_at(config, served_length), folder)
     tensors = standard_tensors(_read_tensors(folder))
     vocab = _vocab(tensors.pop("d2t", None), shape, folder)
     copies = TargetCopies.taken_from(tensors, shape.owns_head, str(folder / WEIGHTS))
@@ -150,6 +154,17 @@ def _read_config(folder: Path, usual_taps: Sequence[int] | None = None) -> dict[
             f"the speculators layout (a kind of your own comes with drafter.module)"
         )
     return config
+
+
+def _served_at(config: dict[str, Any], length: int | None) -> dict[str, Any]:
+    """The configuration with its rotary parameters settled; one that is broken is left for the reader of shapes."""
+    layer = config.get("transformer_layer_config")
+    if not isinstance(layer, dict):
+        return config
+    rope, most = layer.get("rope_parameters"), layer.get("max_position_embeddings")
+    if not isinstance(rope, dict) or not isinstance(most, int):
+        return config
+    return {**config, "transformer_layer_config": {**layer, "rope_parameters": settled(rope, most, length)}}
 
 
 def _method(config: dict[str, Any]) -> DrafterMethod:

@@ -16,14 +16,17 @@ from torch import Tensor, nn
 from spectrain.drafters.drafter import Drafter
 from spectrain.target.checkpoint import CheckpointReader
 from spectrain.target.head import TargetHead
+from spectrain.target.quantization import Quantization, full_precision
 
 # The norm in front of a layer's MLP: Gemma's has a name of its own, and its post_attention_layernorm is something else.
 MLP_NORMS = ("pre_feedforward_layernorm.weight", "post_attention_layernorm.weight")
 
 
-def read_layer(head: TargetHead, folder: Path, index: int, parts: tuple[str, ...]) -> dict[str, Tensor]:
+def read_layer(
+    head: TargetHead, folder: Path, index: int, parts: tuple[str, ...], quantization: Quantization | None
+) -> dict[str, Tensor]:
     """Tensors of layer ``index`` whose names inside the layer begin with one of ``parts``; empty where the checkpoint
-    has other names.
+    has other names. Quantised ones are dequantised, or left out where that is not known how.
     """
     reader = CheckpointReader(folder)
     family = head.math.family
@@ -31,7 +34,9 @@ def read_layer(head: TargetHead, folder: Path, index: int, parts: tuple[str, ...
         start = f"{prefix}{family.layers}.{index}."
         names = [name for name in reader.names if name.startswith(tuple(f"{start}{part}" for part in parts))]
         if names:
-            return {name.removeprefix(start): reader.get(name) for name in names}
+            wanted = [name for name in names if name.endswith("weight") and ".experts." not in name]
+            found = {name.removeprefix(start): full_precision(reader, name, quantization) for name in wanted}
+            return {name: tensor for name, tensor in found.items() if tensor is not None}
     return {}
 
 

@@ -10,6 +10,7 @@ directions, which is what ``transformer_layer_config`` of a folder holds.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +19,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from spectrain.config.drafter_schema import DrafterConfig
+from spectrain.console import quiet_transformers
 from spectrain.drafters.field_checks import positive, whole
 from spectrain.errors import ConfigError
+from spectrain.target.served_rope import settled
 from spectrain.target.spec import TargetSpec
 
 
@@ -49,6 +52,10 @@ class LayerShape:
             whole(getattr(self, name), name)
         positive(self.rms_norm_eps, "rms_norm_eps")
         positive(self.rope_parameters.get("rope_theta"), "rope_theta")
+        for name in _OTHER_ARITHMETIC & set(self.rope_parameters):
+            value = self.rope_parameters[name]
+            if value and not (name == "partial_rotary_factor" and (value == 1 or self.rope_kind == "proportional")):
+                raise ValueError(f"rope_parameters has {name}={value!r}: a drafter's heads are turned whole and alike")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads={self.num_attention_heads} is no multiple of "
@@ -56,10 +63,15 @@ class LayerShape:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}, it must be even: rotary positions turn pairs")
+        Rotary(self)  # raises for parameters that give no frequencies
 
     @property
     def qk_norm(self) -> bool:
         return self.layer_type == "qwen3"
+
+    @property
+    def rope_kind(self) -> str:
+        return str(self.rope_parameters.get("rope_type", "default"))
 
 
 class RMSNorm(nn.Module):
@@ -83,22 +95,21 @@ class Rotary:
     """Rotary phases, always in float32: rounding ``inv_freq`` to bf16 shifts late positions by whole radians.
 
     Not a module on purpose: ``module.to(bfloat16)`` must not reach the frequencies. Scaled variants (llama3, yarn,
-    linear) come from transformers' own table, so that the drafter turns by the same phases as vLLM. ValueError for a
-    variant that is unknown or incomplete.
+    linear) come from transformers' own table, with the parameters that vLLM reads (``served_rope.py``), so that the
+    drafter turns by the same phases as there. ValueError for a variant that is unknown or incomplete.
     """
 
     def __init__(self, shape: LayerShape) -> None:
         from transformers import LlamaConfig
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-        parameters = dict(shape.rope_parameters)
-        kind = parameters.get("rope_type", "default")
+        parameters, kind = settled(shape.rope_parameters, shape.max_position_embeddings, None), shape.rope_kind
         self.attention_scaling = 1.0
         if kind == "default":
             exponent = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
             self.inv_freq = 1.0 / (float(parameters["rope_theta"]) ** exponent)
             return
-        if str(kind) not in ROPE_INIT_FUNCTIONS:
+        if kind not in ROPE_INIT_FUNCTIONS:
             raise ValueError(f"rope_type is {kind!r}, known are default, {', '.join(ROPE_INIT_FUNCTIONS)}")
         try:
             # of one head: it refuses heads that do not divide hidden_size, and head_dim is all that matters
@@ -109,9 +120,15 @@ class Rotary:
                 max_position_embeddings=shape.max_position_embeddings,
                 rope_parameters=parameters,
             )
-            self.inv_freq, self.attention_scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+            with quiet_transformers():
+                self.inv_freq, self.attention_scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
         except Exception as error:  # of many types, some of them transformers' own
             raise ValueError(f"rope_parameters of rope_type {kind!r}: {' '.join(str(error).split())}") from None
+        if self.inv_freq.shape != (shape.head_dim // 2,):
+            raise ValueError(
+                f"rope_parameters of rope_type {kind!r} give {len(self.inv_freq)} frequencies, heads of "
+                f"head_dim={shape.head_dim} turn by {shape.head_dim // 2}"
+            )
         if not bool(self.inv_freq.isfinite().all()):
             raise ValueError(f"rope_parameters of rope_type {kind!r} give frequencies that are not finite")
 
@@ -198,6 +215,10 @@ def compiled_flex() -> Any:
 
 
 _ROPE_THETA_DEFAULT = 10000.0
+# What vLLM reads besides, and what is not done here.
+_OTHER_ARITHMETIC = frozenset(
+    ("partial_rotary_factor", "rope_dim", "alpha", "mixed_b", "use_fope", "max_trained_positions")
+)
 # Frequencies of one plain rotary embedding. Partial and multi-axis settings of a target describe its own heads, not the
 # drafter's.
 _ROPE_KEYS = frozenset(
@@ -215,13 +236,17 @@ _ROPE_KEYS = frozenset(
         "mscale_all_dim",
         "short_factor",
         "long_factor",
+        "short_mscale",
+        "long_mscale",
         "truncate",
     )
 )
 
 
-def layer_shape(config: DrafterConfig, spec: TargetSpec, layer_type: str) -> LayerShape:
-    """As the target's layers, where the configuration does not say otherwise. ``layer_type``: where it names none."""
+def layer_shape(config: DrafterConfig, spec: TargetSpec, layer_type: str, longrope: bool = True) -> LayerShape:
+    """As the target's layers, where the configuration does not say otherwise. ``layer_type``: where it names none;
+    ``longrope``: whether vLLM has it for such a drafter. Raises ConfigError for layers that cannot be.
+    """
     heads = config.num_attention_heads or spec.num_attention_heads
     kv_heads = config.num_key_value_heads or min(spec.num_key_value_heads, heads)
     if heads % kv_heads:
@@ -231,18 +256,35 @@ def layer_shape(config: DrafterConfig, spec: TargetSpec, layer_type: str) -> Lay
     head_dim = config.head_dim or spec.head_dim
     if head_dim % 2:
         raise ConfigError(f"drafter.head_dim={head_dim} must be even: rotary positions turn pairs")
-    rope = {key: value for key, value in spec.rope_parameters.items() if key in _ROPE_KEYS}
-    return LayerShape(
-        layer_type=config.layer_type or layer_type,
-        hidden_size=spec.hidden_size,
-        intermediate_size=config.intermediate_size or spec.intermediate_size,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        rms_norm_eps=spec.rms_norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": _ROPE_THETA_DEFAULT} | rope,
-        max_position_embeddings=spec.max_position_embeddings,
+    try:
+        return LayerShape(
+            layer_type=config.layer_type or layer_type,
+            hidden_size=spec.hidden_size,
+            intermediate_size=config.intermediate_size or spec.intermediate_size,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            head_dim=head_dim,
+            rms_norm_eps=spec.rms_norm_eps,
+            rope_parameters=_own_rope(spec.rope_parameters, head_dim, longrope),
+            max_position_embeddings=spec.max_position_embeddings,
+        )
+    except ValueError as error:
+        raise ConfigError(f"no drafter can have layers like the target's ({error}): correct its config.json") from None
+
+
+def _own_rope(target: Mapping[str, Any], head_dim: int, longrope: bool) -> dict[str, Any]:
+    """The drafter's rotary parameters: the target's, where its heads can be turned by them, else plain ones. Drafters
+    learn with what they get, but have to be served with the same.
+    """
+    plain: dict[str, Any] = {"rope_type": "default", "rope_theta": _ROPE_THETA_DEFAULT}
+    rope = plain | {key: value for key, value in target.items() if key in _ROPE_KEYS and value is not None}
+    if "factor" in rope and isinstance(rope["factor"], int):
+        rope["factor"] = float(rope["factor"])  # vLLM takes a whole number for a list of factors
+    fits = rope["rope_type"] in ("default", "linear", "dynamic", "yarn", "llama3") or (
+        rope["rope_type"] == "longrope" and longrope and len(rope.get("short_factor") or ()) == head_dim // 2
     )
+    # Other kinds: proportional is plain for heads that are turned whole, the rest are some family's own.
+    return rope if fits else {"rope_type": "default", "rope_theta": rope["rope_theta"]}
 
 
 def to_layer_config(shape: Any) -> dict[str, Any]:

@@ -42,6 +42,7 @@ class ServingConfig:
     vocab_size: int
     hidden_size: int
     last_tap: int | None
+    max_model_len: int | None = None  # the server's, where the target computes otherwise with another
 
     @property
     def drafts_step_by_step(self) -> bool:
@@ -136,6 +137,7 @@ def _from_config(config: dict[str, Any], path: str, revision: str | None, where:
             vocab_size=int(layer["vocab_size"]),
             hidden_size=int(config.get("target_hidden_size") or layer["hidden_size"]),
             last_tap=max(taps, default=None),
+            max_model_len=None if metadata.get("max_model_len") is None else int(metadata["max_model_len"]),
         )
     except KeyError as error:
         raise InputError(f"{where}: field {error} is missing: write the drafter again") from None

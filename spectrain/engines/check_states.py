@@ -31,7 +31,8 @@ from torch import Tensor
 from spectrain.config.schema import EngineConfig, TargetConfig
 from spectrain.console import say
 from spectrain.data.hidden_states import TargetStates, as_stored
-from spectrain.errors import InputError, RunError
+from spectrain.data.hidden_states_writer import is_finite
+from spectrain.errors import InputError, NotFiniteError, RunError
 from spectrain.target.head import TargetHead
 from spectrain.target.model import TargetModel, choose_device, choose_dtype
 from spectrain.target.resolve import ResolvedTarget
@@ -147,10 +148,10 @@ class SelfCheck:
         self._tap_ids = tuple(tap_ids)
         self._states_dtype = states_dtype
         hf_config = load_config(resolved.folder, target.trust_remote_code)
-        self._spec = TargetSpec.from_config(hf_config)
+        self._spec = TargetSpec.from_config(hf_config, resolved.folder)
         self._device = choose_device(target.device)
         self._dtype = choose_dtype(target.dtype, self._device, self._spec)
-        self._quantised = engine.quantization is not None or getattr(hf_config, "quantization_config", None) is not None
+        self._quantised = engine.quantization is not None or self._spec.quantization is not None
         self.method = self._method(engine.self_check)
         self._references: list[Tensor] = []
 
@@ -193,8 +194,12 @@ class SelfCheck:
     def compare(self, documents: Sequence[CheckDocument]) -> None:
         """Raise ``RunError`` that names the layer and the position if hidden states are not the target's.
 
-        documents: those of ``prepare``, in the same order.
+        documents: those of ``prepare``, in the same order. ``NotFiniteError`` where the target itself gives no numbers.
         """
+        for document in documents:
+            for name in ("taps", "last_hidden"):
+                if not is_finite(getattr(document.states, name).float()):
+                    raise NotFiniteError(name, str(self._dtype).removeprefix("torch."), f" for {document.states.key}")
         if self.method == "taps":
             states = [document.states for document in documents]
             for slot, tap in enumerate(self._tap_ids):

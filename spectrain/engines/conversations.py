@@ -125,6 +125,7 @@ class Turns(Generic[Kind]):
                 dialogue = self._kind(conversation, split, key, ids, [0] * len(ids))
                 has_room = len(ids) < self._max_length
             dialogues.append(dialogue)
+            self._template.require_embedded(conversation, dialogue.ids)
             if not has_room:
                 too_long.append((conversation, len(ids)))
         if too_long:
@@ -158,6 +159,7 @@ class Turns(Generic[Kind]):
 
     def begin(self, dialogue: Kind) -> None:
         """Open the turn whose prompt the ids end with."""
+        self._template.require_embedded(dialogue.conversation, dialogue.ids)
         dialogue.begin_turn(
             min(self._sampling.max_new_tokens, self._max_length - len(dialogue.ids)), self._sampling.seed
         )

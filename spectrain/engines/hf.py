@@ -225,6 +225,9 @@ def _capture_batch(
     with cpu_attention(target.model, lengths):
         mask = _masks(target, positions_1T) if len(batch) > 1 else None
         output = target.run(ids_1T, positions_1T, attention_mask=mask, tap_ids=tap_ids)
+    target.require_finite(output.last_hidden_BSH, "last hidden states")
+    if output.taps_BSAH is not None:
+        target.require_finite(output.taps_BSAH, "taps")
     needed_T = torch.cat([predicts_generated(mask_S) for mask_S in loss_mask_T.split(lengths)])
     normalizer_T = stored_log_normalizer(head, output.last_hidden_BSH[0], needed_T, states_dtype)
     last_hidden_TH = output.last_hidden_BSH[0].cpu()
@@ -277,7 +280,7 @@ class HFEngine:
         self.config = config
         self.max_length = max_length
         self.end_ids = end_token_ids(target.tokenizer, target.generation_config)
-        self.template = ChatTemplate(target.tokenizer, self.end_ids)
+        self.template = ChatTemplate(target.tokenizer, self.end_ids, target.spec.vocab_size)
 
     @property
     def stored_together(self) -> int:

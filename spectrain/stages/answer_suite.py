@@ -113,7 +113,8 @@ def measured_inputs(context: Context) -> dict[str, Any]:
 
 def load_measured_drafter(context: Context, device: torch.device) -> Drafter:
     """The drafter that is measured, on ``device``, with the target's embedding and head."""
-    drafter = load_drafter(context.measured_drafter, context.spec.default_taps())
+    length = context.config.target.max_length
+    drafter = load_drafter(context.measured_drafter, context.spec.default_taps(), length)
     drafter.attach(TargetHead.from_checkpoint(context.target.folder, device=device))
     return drafter.to(device)
 
@@ -155,8 +156,9 @@ def answer_all(
     servers: that share the work. Each is warmed up, for a server's first answer may take a hundred times as long as the
     next.
     """
-    first_ids = context.template.first_prompt_ids(conversations[0])
-    warm_up = Prompt(first_ids, _WARM_UP_TOKENS, stream=0)
+    for conversation in conversations:  # before the first answer
+        context.template.require_embedded(conversation, context.template.first_prompt_ids(conversation))
+    warm_up = Prompt(context.template.first_prompt_ids(conversations[0]), _WARM_UP_TOKENS, stream=0)
     decode([warm_up] * servers, lambda tokens: None)  # memory and kernels, off the clock
     answers: list[Answer] = []
     total = LoopTiming()
@@ -242,6 +244,7 @@ def _goes_on(turns: list[tuple[list[int], GenerationResult]]) -> bool:
 
 def answer_limit(context: Context, conversation: Conversation, prompt: list[int]) -> int:
     """The most tokens that this prompt's answer may have. Raises InputError for a prompt that leaves no room."""
+    context.template.require_embedded(conversation, prompt)
     room = context.config.target.max_length - len(prompt)
     if room < 1:
         longest = context.config.target.max_length

@@ -128,6 +128,9 @@ def prepare(
         _screen_prompts(context)
         check_at_work(context)
         check_trackers_answer(context)
+    folder = context.target.folder if fetch else source.folder
+    if folder is not None:
+        _check_checkpoint(context, folder)
     return context
 
 
@@ -152,6 +155,10 @@ def _screen_prompts(context: Context) -> None:
 
 def _check_against_target(context: Context) -> None:
     config, spec = context.config, context.spec
+    if spec.quantization is not None and _runs_in_process(context):
+        from spectrain.target.quantization import require_readable
+
+        require_readable(spec.quantization, config.target.path)
     check_dimensions(config, spec)
     if context.command.needs_drafter:
         check_drafter_fits(context.measured_drafter, spec)
@@ -167,6 +174,25 @@ def _check_against_target(context: Context) -> None:
         check_disk(context)
     if context.command.trains:
         check_attention(config.drafter)
+
+
+def _runs_in_process(context: Context) -> bool:
+    """Whether the command may run the target by transformers, which the parity check always does."""
+    command = context.command
+    runs = bool(command.stages) or command.measures
+    return command.compares or (runs and context.config.engine.name == "hf")
+
+
+def _check_checkpoint(context: Context, folder: Path) -> None:
+    """The target's tensors are those that its configuration asks for. vLLM looks at those that it loads itself."""
+    from spectrain.target.head import check_head
+    from spectrain.target.model import check_weights
+
+    target = context.config.target
+    if _runs_in_process(context):
+        check_weights(folder, target)
+    if "capture" in context.command.stages or context.command.needs_drafter:
+        check_head(folder, target.trust_remote_code)
 
 
 # --- the configuration alone ---------------------------------------------------------------------------------------
@@ -286,7 +312,14 @@ def _refuse_seen(seen: list[tuple[Conversation, str]]) -> None:
 
 
 def target_spec(config: SpectrainConfig, source: TargetSource) -> TargetSpec | None:
-    """The target's dimensions, without downloading or converting it; None if they are not on this machine."""
+    """The target as a server of target.max_length computes it, without downloading or converting it; None if its
+    configuration is not on this machine.
+    """
+    spec = _target_spec(config, source)
+    return None if spec is None else spec.served_at(config.target.max_length)
+
+
+def _target_spec(config: SpectrainConfig, source: TargetSource) -> TargetSpec | None:
     from spectrain.console import quiet_transformers
     from spectrain.target.bundled import find_gguf
     from spectrain.target.spec import TargetSpec

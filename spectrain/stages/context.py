@@ -70,7 +70,10 @@ class Context:
 
     def learn_spec(self) -> None:
         """Fetch the target and read its dimensions."""
-        self.spec_or_none = TargetSpec.from_folder(self.target.folder, self.config.target.trust_remote_code)
+        target = self.config.target
+        self.spec_or_none = TargetSpec.from_folder(self.target.folder, target.trust_remote_code).served_at(
+            target.max_length
+        )
 
     @property
     def measured_drafter(self) -> Path:
@@ -135,7 +138,7 @@ class Context:
 
     @cached_property
     def template(self) -> ChatTemplate:
-        return ChatTemplate(self.tokenizer, self.eos_ids)
+        return ChatTemplate(self.tokenizer, self.eos_ids, self.spec_or_none.vocab_size if self.spec_or_none else None)
 
     @cached_property
     def sampling(self) -> Sampling:

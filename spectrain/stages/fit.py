@@ -107,7 +107,7 @@ def _train(context: Context, store: HiddenStateSource, train: list[int], heldout
     ]
     head = TargetHead.from_checkpoint(context.target.folder)
     if config.drafter.path is not None:
-        drafter = continue_drafter(config.drafter, head, context.spec.default_taps())
+        drafter = continue_drafter(config.drafter, head, context.spec.default_taps(), config.target.max_length)
         vocab = drafter.vocab
     else:
         size = config.drafter.draft_vocab_size
@@ -141,7 +141,7 @@ def _train(context: Context, store: HiddenStateSource, train: list[int], heldout
         folder_metadata={
             "target": context.target_for_vllm,
             "target_architectures": context.spec.architectures,
-            "metadata": {"target_revision": context.target.revision, "coverage": coverage},
+            "metadata": {"target_revision": context.target.revision, "coverage": coverage} | _needed(context),
         },
     )
     result = trainer.fit()
@@ -153,6 +153,12 @@ def _train(context: Context, store: HiddenStateSource, train: list[int], heldout
         "coverage": coverage,
         "weights": weights_digest(run_dir.drafter)[:16],
     }
+
+
+def _needed(context: Context) -> dict[str, Any]:
+    """What a server of the drafter has to be told, where vLLM's default would change the target."""
+    length = context.spec.required_server_length(context.config.target.max_length)
+    return {} if length is None else {"max_model_len": length}
 
 
 def _init_closed_form(drafter: Drafter, store: HiddenStateSource, train: list[int]) -> None:

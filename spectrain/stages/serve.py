@@ -12,7 +12,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -97,13 +97,16 @@ def serve_command(config: SpectrainConfig, given: Sequence[str], flags: Sequence
     target, target_config = _target(config, drafter, keys)
     _check_fit(drafter, target, target_config)
     number = _num_speculative_tokens(config, drafter, keys)
+    length = drafter.max_model_len
+    served = length or config.engine.args.get("max_model_len")
+    if isinstance(served, int):
+        target_config = replace(target_config, max_length=served)
     args = vllm_options.engine_args(
         config.engine, target_config, target, {"speculative_config": drafter.speculative_config(number)}
     )
     vllm_options.check_args(args)
-    return ServeCommand(
-        [*_server(target), *vllm_options.cli_flags(_kept(args, config.engine.args)), *flags], _environment(config)
-    )
+    named = {*config.engine.args, *(() if length is None else ("max_model_len",))}
+    return ServeCommand([*_server(target), *vllm_options.cli_flags(_kept(args, named)), *flags], _environment(config))
 
 
 def _server(target: str) -> list[str]:
@@ -114,11 +117,11 @@ def _server(target: str) -> list[str]:
     return [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve", target]
 
 
-def _kept(args: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The engine arguments to name: all that the user gave, and ours where they say something."""
+def _kept(args: Mapping[str, Any], named: Container[str]) -> dict[str, Any]:
+    """The engine arguments to name: those that have to be, and the rest where they say something."""
     kept = {}
     for name, value in args.items():
-        ours = name not in given
+        ours = name not in named
         if name == "model" or (ours and (name in _OF_RUNS or _VLLM_DEFAULTS.get(name) == value)):
             continue
         kept[name] = value

@@ -19,6 +19,7 @@ from spectrain.errors import InputError
 from spectrain.target.checkpoint import CheckpointReader
 from spectrain.target.cpu_kernels import linear
 from spectrain.target.families import Family, HeadMath, head_math
+from spectrain.target.quantization import Quantization, full_precision, quantization_of
 from spectrain.target.spec import load_config
 
 # Logits that log_normalizer holds at a time: 2²⁵ floats, 128 MiB.
@@ -68,18 +69,7 @@ class TargetHead(nn.Module):
 
         Raises ``InputError`` that names the tensor if one is missing, and for a family whose facts are not known.
         """
-        hf_config = load_config(folder, trust_remote_code)
-        math = head_math(hf_config)
-        reader = CheckpointReader(folder)
-        embed, norm, lm_head = _find_tensors(reader, math.family)
-        tied = any(
-            getattr(config, "tie_word_embeddings", False)
-            for config in (hf_config, hf_config.get_text_config(decoder=True))
-        )
-        embed_VH, norm_H = _load(reader, embed), _load(reader, norm)
-        lm_head_VH = _load(reader, lm_head) if lm_head in reader.names or not tied else None
-        if tied and lm_head_VH is not None and torch.equal(lm_head_VH, embed_VH):
-            lm_head_VH = None  # stored twice
+        math, embed_VH, norm_H, lm_head_VH = _read_ends(folder, trust_remote_code)
         own_head_VH = None if lm_head_VH is None else lm_head_VH.to(device, dtype)
         return cls(math, embed_VH.to(device, dtype), norm_H.to(device, dtype), own_head_VH)
 
@@ -141,6 +131,37 @@ class TargetHead(nn.Module):
         return torch.cat(chunks) if chunks else last_hidden_TH.new_empty(0, dtype=torch.float32)
 
 
+def check_head(folder: Path, trust_remote_code: bool = False) -> None:
+    """``InputError`` if ``TargetHead.from_checkpoint`` would refuse the checkpoint; reads next to nothing."""
+    _read_ends(folder, trust_remote_code)
+
+
+def _read_ends(
+    folder: Path, trust_remote_code: bool
+) -> tuple[HeadMath, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The family's facts, embeddings [V, H], final norm [H] and lm_head [V, H], as stored, which costs no memory until
+    they are used; the last None if tied.
+    """
+    hf_config = load_config(folder, trust_remote_code)
+    math, text = head_math(hf_config), hf_config.get_text_config(decoder=True)
+    reader, quantization = CheckpointReader(folder), quantization_of(hf_config, folder)
+    embed, norm, lm_head = _find_tensors(reader, math.family)
+    tied = any(getattr(config, "tie_word_embeddings", False) for config in (hf_config, text))
+    names = [embed, norm, *([lm_head] if lm_head in reader.names or not tied else [])]
+    tensors = [_read(reader, quantization, name) for name in names]
+    for name, tensor in zip(names, tensors, strict=True):
+        asked = (math.hidden_size,) if name == norm else (text.vocab_size, math.hidden_size)
+        if tuple(tensor.shape) != asked:
+            raise InputError(
+                f"the checkpoint in {folder}: tensor {name} has shape {tuple(tensor.shape)}, config.json asks for "
+                f"{asked}: one of them is not the other's, fetch both again"
+            )
+    embed_VH, norm_H, *rest = tensors
+    if not rest or (tied and torch.equal(rest[0], embed_VH)):  # not stored, or stored twice
+        return math, embed_VH, norm_H, None
+    return math, embed_VH, norm_H, rest[0]
+
+
 def _find_tensors(reader: CheckpointReader, family: Family) -> tuple[str, str, str]:
     """Names of embedding, final norm and lm_head; the last may be absent from the checkpoint, if tied."""
     embeds = [f"{prefix}{family.embeddings}.weight" for prefix in family.prefixes]
@@ -158,11 +179,11 @@ def _find_tensors(reader: CheckpointReader, family: Family) -> tuple[str, str, s
     return f"{prefix}{family.embeddings}.weight", norm, lm_head
 
 
-def _load(reader: CheckpointReader, name: str) -> torch.Tensor:
-    tensor = reader.get(name)
-    if not tensor.is_floating_point() or tensor.element_size() < 2:
+def _read(reader: CheckpointReader, quantization: Quantization | None, name: str) -> torch.Tensor:
+    tensor = full_precision(reader, name, quantization)
+    if tensor is None:
         raise InputError(
-            f"tensor {name} in {reader.folder} is quantised ({tensor.dtype}): use a checkpoint whose head has 16 or "
-            f"32 bits"
+            f"tensor {name} in {reader.folder} is quantised ({reader.get(name).dtype}) in a way that is not read here: "
+            f"use a checkpoint whose embeddings and head have 16 or 32 bits"
         )
     return tensor

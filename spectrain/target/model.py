@@ -11,8 +11,10 @@ Shape suffixes: B batch, S columns, A taps, H hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,12 +22,17 @@ from torch import nn
 
 from spectrain.config.schema import TargetConfig
 from spectrain.console import quiet_transformers
-from spectrain.errors import ConfigError, InputError
+from spectrain.errors import ConfigError, InputError, NotFiniteError
+from spectrain.target.checkpoint import CheckpointReader, check_experts, check_loading
 from spectrain.target.cpu_kernels import speed_up
 from spectrain.target.families import HeadMath, head_math
 from spectrain.target.folder_files import load_tokenizer
+from spectrain.target.quantization import Quantization, quantization_of, require_readable
 from spectrain.target.resolve import ResolvedTarget
+from spectrain.target.served_rope import settle
 from spectrain.target.spec import TargetSpec, end_token_ids, load_config
+
+_META = {"": "meta"}  # device map of a model that has shapes and no numbers
 
 
 @dataclass(frozen=True)
@@ -60,33 +67,24 @@ class TargetModel:
 
     @classmethod
     def load(cls, resolved: ResolvedTarget, config: TargetConfig) -> TargetModel:
-        """Loads tokenizer and weights of ``resolved.folder`` (safetensors only).
+        """Loads tokenizer and weights of ``resolved.folder`` (safetensors only). Rotary embeddings that depend on the
+        length served are those of ``target.max_length``; quantised weights are dequantised.
 
-        Raises ``InputError`` for a family that is not known or a checkpoint that cannot be read, ``ConfigError`` for a
-        device that is not there.
+        Raises ``InputError`` for a family that is not known, a quantisation that transformers does not read right, or a
+        checkpoint that cannot be read or is not its configuration's; ``ConfigError`` for a device that is not there.
         """
-        from transformers import AutoModelForCausalLM
 
         hf_config = load_config(resolved.folder, config.trust_remote_code)
         spec, math = TargetSpec.from_config(hf_config), head_math(hf_config)
         device = choose_device(config.device)
         tokenizer = load_tokenizer(resolved.folder, config.trust_remote_code)
-        try:
-            with quiet_transformers():
-                model = AutoModelForCausalLM.from_pretrained(
-                    str(resolved.folder),
-                    dtype=choose_dtype(config.dtype, device, spec),
-                    attn_implementation=_attention(hf_config, config.attn_implementation),
-                    use_safetensors=True,
-                    device_map={"": device} if device.type != "cpu" else None,
-                    trust_remote_code=config.trust_remote_code,
-                    local_files_only=True,
-                )
-        except (OSError, ValueError, KeyError, RuntimeError) as error:
-            reason = " ".join(str(error).split())[:400]
-            raise InputError(
-                f"target {resolved.name} in {resolved.folder} cannot be loaded ({type(error).__name__}: {reason})"
-            ) from error
+        dtype = choose_dtype(config.dtype, device, spec)
+        quantization = readable_quantization(hf_config, resolved.folder)
+        with _loading(resolved.folder):
+            options = {"dtype": dtype, "device_map": {"": device} if device.type != "cpu" else None}
+            model = _from_pretrained(resolved.folder, config, hf_config, quantization, options)
+        if quantization is not None:
+            _finish_dequantising(model, dtype)
         return cls(model, tokenizer, spec, math)
 
     @property
@@ -138,7 +136,15 @@ class TargetModel:
 
         Costs V floats a position: select the positions first.
         """
-        return self._math.transform_logits(self._lm_head(self.post_norm(last_hidden)))
+        logits = self._math.transform_logits(self._lm_head(self.post_norm(last_hidden)))
+        if logits.numel():  # a logit of -inf is a token that cannot be; NaN is the greatest of all to torch
+            self.require_finite(logits.amax(-1), "logits")
+        return logits
+
+    def require_finite(self, values: torch.Tensor, what: str) -> None:
+        """``NotFiniteError`` unless all of ``values``, which the target computed and which are called ``what``, are."""
+        if not all(bool(extreme.isfinite()) for extreme in values.aminmax()):
+            raise NotFiniteError(what, str(self.dtype).removeprefix("torch."))
 
     @contextmanager
     def _recording(self, shape: torch.Size, tap_ids: Sequence[int]) -> Iterator[_Recorder]:
@@ -159,6 +165,89 @@ class TargetModel:
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def check_weights(folder: Path, config: TargetConfig) -> None:
+    """``InputError`` if ``TargetModel.load`` would refuse the checkpoint in ``folder``; reads headers alone."""
+    hf_config = load_config(folder, config.trust_remote_code)
+    head_math(hf_config)
+    quantization = readable_quantization(hf_config, folder)
+    reader = CheckpointReader(folder)
+    check_experts(reader)
+    if quantization is None:
+        _refuse_codes(reader)
+    with _loading(folder):
+        _from_pretrained(folder, config, hf_config, quantization, {"dtype": torch.float32, "device_map": _META})
+
+
+def readable_quantization(hf_config: Any, folder: Path) -> Quantization | None:
+    """How the target is quantised. ``InputError`` for a scheme that transformers does not compute right."""
+    quantization = quantization_of(hf_config, folder)
+    if quantization is not None:
+        require_readable(quantization, str(folder))
+    return quantization
+
+
+def _refuse_codes(reader: CheckpointReader) -> None:
+    """A matrix of codes whose scales nothing names would be taken for the weights."""
+    for name, dtype, _ in reader.described():
+        if name.endswith("weight") and dtype not in ("F64", "F32", "F16", "BF16"):
+            raise InputError(
+                f"the checkpoint in {reader.folder}: tensor {name} is of type {dtype}, but its config.json names no "
+                f"quantization_config: fetch config.json again, or use a copy of the target in 16 bits"
+            )
+
+
+def _from_pretrained(
+    folder: Path, config: TargetConfig, hf_config: Any, quantization: Quantization | None, options: dict[str, Any]
+) -> Any:
+    """The model, with every tensor that its configuration asks for and no other. ``hf_config`` is changed."""
+    from transformers import AutoModelForCausalLM
+
+    settle(hf_config, config.max_length)
+    on_meta = options["device_map"] == _META
+    dequantise = {} if quantization is None else quantization.loading_options(shapes_only=on_meta)
+    model, info = AutoModelForCausalLM.from_pretrained(
+        str(folder),
+        config=hf_config,
+        attn_implementation=_attention(hf_config, config.attn_implementation),
+        use_safetensors=True,
+        trust_remote_code=config.trust_remote_code,
+        local_files_only=True,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # reported instead
+        **dequantise,
+        **options,
+    )
+    text = hf_config.get_text_config(decoder=True)
+    extra = getattr(text, "num_nextn_predict_layers", None) or 0
+    check_loading(info, folder, text.num_hidden_layers, extra)
+    return model
+
+
+@contextmanager
+def _loading(folder: Path) -> Iterator[None]:
+    """Inside: no bars, and what transformers raises becomes an ``InputError``."""
+    try:
+        with quiet_transformers(), redirect_stderr(StringIO()):  # some bars heed no setting
+            yield
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        reason = " ".join(str(error).split())[:400]
+        raise InputError(f"the target in {folder} cannot be loaded ({type(error).__name__}: {reason})") from error
+
+
+@torch.no_grad()
+def _finish_dequantising(model: nn.Module, dtype: torch.dtype) -> None:
+    """Plain layers in the type asked for: some matrices of experts come out in bfloat16, and compressed-tensors leaves
+    layers that round their inputs to 8 bits.
+    """
+    for module in model.modules():
+        if hasattr(module, "quantization_scheme"):
+            module.__dict__["quantization_enabled"] = False
+            module.__dict__.pop("forward", None)
+    for parameter in model.parameters():
+        if parameter.dtype in (torch.bfloat16, torch.float16):
+            parameter.data = parameter.data.to(dtype)
 
 
 def _attention(hf_config: Any, asked: str) -> str:

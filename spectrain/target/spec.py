@@ -10,7 +10,7 @@ Ids that end an answer of the target: one definition for every engine, the chat 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from spectrain.console import quiet_transformers
 from spectrain.errors import InputError
 from spectrain.reading import understood
 from spectrain.target.folder_files import CONFIG, check_config_file
+from spectrain.target.quantization import Quantization, quantization_of
+from spectrain.target.served_rope import is_longrope, settled
 
 # Layers whose state is a K/V cache. Any other kind (linear_attention, mamba, conv, …) carries a recurrent state that
 # cannot be cropped.
@@ -54,11 +56,12 @@ class TargetSpec:
     sliding_window: int | None
     architectures: tuple[str, ...]
     dtype: torch.dtype
+    quantization: Quantization | None = None
 
     @classmethod
-    def from_config(cls, hf_config: Any) -> TargetSpec:
+    def from_config(cls, hf_config: Any, folder: Path | None = None) -> TargetSpec:
         """Reads a transformers configuration. A field that a decoder cannot lack and that is missing is an
-        ``InputError``.
+        ``InputError``. ``folder``: where the target's other files are, some of which say how it is quantised.
         """
         text = hf_config.get_text_config(decoder=True)
         first = text.per_layer_config[0] if getattr(text, "is_heterogeneous", False) else text
@@ -85,6 +88,7 @@ class TargetSpec:
             sliding_window=getattr(text, "sliding_window", None) if "sliding_attention" in layer_types else None,
             architectures=_texts("architectures", getattr(hf_config, "architectures", None) or ()),
             dtype=_dtype(hf_config, text),
+            quantization=quantization_of(hf_config, folder),
         )
 
     @classmethod
@@ -92,7 +96,20 @@ class TargetSpec:
         """Reads ``config.json`` of a checkpoint folder, no weights. ``InputError`` for one that makes no sense."""
         config = load_config(folder, trust_remote_code)
         with understood(f"{Path(folder) / CONFIG} as a target configuration"):
-            return cls.from_config(config)
+            return cls.from_config(config, folder)
+
+    def served_at(self, max_length: int) -> TargetSpec:
+        """The same target as a server of ``max_length`` tokens computes it: see ``served_rope.py``."""
+        rope = settled(self.rope_parameters, self.max_position_embeddings, max_length)
+        return replace(self, rope_parameters=rope)
+
+    def required_server_length(self, max_length: int) -> int | None:
+        """vLLM's ``max_model_len`` with which it turns as it was trained up to ``max_length`` tokens, where that
+        depends on it; else None.
+        """
+        if not is_longrope(self.rope_parameters):
+            return None
+        return max(max_length, int(self.rope_parameters["original_max_position_embeddings"]))
 
     def default_taps(self) -> tuple[int, ...]:
         """The taps of EAGLE-3's reference code: residual stream after 2, N//2 and N−3 layers (N layers in all).

@@ -39,6 +39,7 @@ import drafters
 import engines
 import evaluation
 import stages
+import targets
 import training
 from mutation import Mutation
 
@@ -46,7 +47,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 COPIED, LINKED = ("spectrain", "tests"), ("conf", "data_gen", "recipes", "eval", "docs", "README.md", "pyproject.toml")
 TIMEOUT_S = 600
-AREAS = (autoregressive, block, drafters, decoding, data, engines, training, evaluation, stages, config)
+AREAS = (autoregressive, block, drafters, decoding, data, engines, training, evaluation, stages, config, targets)
 BY_AREA = {area.__name__: area.MUTATIONS for area in AREAS}
 
 

@@ -387,3 +387,21 @@ def test_options_of_serve_are_no_options_of_others():
         with pytest.raises(ConfigError, match="unknown option --"):
             cli.parse(arguments)
     assert cli.main(["serve", "run.dir=x", "-m"]) == 2
+
+
+# --- targets that turn otherwise beyond a length ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("trained", "told"), [(128, "128"), (300, "305")])
+def test_the_length_that_decides_how_the_target_turns_is_passed_on(tmp_path, target, trained, told):
+    """Up to the original length the server gets exactly that: with vLLM's own default it would turn by long factors."""
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 128, "rope_theta": 1e4}
+    rewrite(target, rope_parameters=rope | {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16})
+    folder = write_drafter(tmp_path / "phi" / "drafter", str(target), max_model_len=trained)
+    assert value_of(command(f"drafter.path={folder}"), "--max-model-len") == told
+    with pytest.raises(ConfigError, match=r"engine\.args\.max_model_len"):
+        command(f"drafter.path={folder}", f"+engine.args.max_model_len={300 if trained == 128 else 128}")
+
+
+def test_others_are_served_with_their_whole_context(drafter):
+    assert "--max-model-len" not in command(f"drafter.path={drafter}")

@@ -330,6 +330,9 @@ def test_a_server_is_known_by_name_or_by_folder():
             check_server_model(server.url, ["big"], 256)
         with pytest.raises(ConfigError, match=r"takes 256 tokens, fewer than target.max_length=257"):
             check_server_model(server.url, ["tiny"], 257)
+        with pytest.raises(ConfigError, match=r"other rotary factors.*--max-model-len 200"):
+            check_server_model(server.url, ["tiny"], 200, original_length=200)
+        assert check_server_model(server.url, ["tiny"], 201, original_length=200) == "tiny"
     with pytest.raises(RunError, match=rf"engine.urls: {server.url} does not answer"):
         check_server_model(server.url, ["tiny"], 256)
     with FakeServer(models=[]) as server, pytest.raises(ConfigError, match="is no server of models"):

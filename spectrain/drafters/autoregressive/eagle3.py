@@ -231,7 +231,7 @@ class Eagle3Method(AutoregressiveMethod):
         body, layer = drafter.body, drafter.body.layers[0]
         offset = 1.0 if head.one_plus else 0.0
         body.norm.weight.copy_(head.norm_weight + offset)
-        last = read_layer(head, folder, spec.num_layers - 1, ("mlp.", *MLP_NORMS))
+        last = read_layer(head, folder, spec.num_layers - 1, ("mlp.", *MLP_NORMS), spec.quantization)
         gain = mlp_norm(last)
         # Else a mixture of experts, fused projections, another width: the drafter's own initialisation stays.
         if gain is not None and copy_weights(layer.mlp, "mlp", ("gate_proj", "up_proj", "down_proj"), last):

@@ -87,7 +87,7 @@ class BlockMethod(DrafterMethod):
             )
         return BlockShape(
             method=self.name,
-            layer=layer_shape(config, spec, "qwen3"),
+            layer=layer_shape(config, spec, "qwen3", longrope=False),  # vLLM's block drafters cannot turn so
             num_layers=config.num_layers,
             taps=self.taps(config, spec),
             target_vocab_size=spec.vocab_size,
@@ -119,7 +119,8 @@ class BlockMethod(DrafterMethod):
         for layer, index in zip(body.layers, range(first, spec.num_layers), strict=True):
             if index < 0:
                 continue  # more layers than the target has
-            source = read_layer(head, folder, index, ("mlp.", "self_attn.", "input_layernorm.weight", *MLP_NORMS))
+            parts = ("mlp.", "self_attn.", "input_layernorm.weight", *MLP_NORMS)
+            source = read_layer(head, folder, index, parts, spec.quantization)
             gain, attention = source.get("input_layernorm.weight"), ("q_proj", "k_proj", "v_proj", "o_proj")
             if gain is not None and copy_weights(layer.self_attn, "self_attn", attention, source):
                 layer.input_layernorm.weight.copy_(gain.float() + offset)

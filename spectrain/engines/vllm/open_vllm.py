@@ -15,7 +15,7 @@ from typing import Any
 
 from spectrain.config.schema import EngineConfig, TargetConfig
 from spectrain.console import say
-from spectrain.engines.vllm.args import engine_args, environment, is_cpu_build
+from spectrain.engines.vllm.args import engine_args, environment, is_cpu_build, target_original_length
 from spectrain.engines.vllm.openai_api import base_url, check_server_model
 from spectrain.engines.vllm.process import VLLMProcess
 from spectrain.engines.vllm.requests import VLLMClient
@@ -76,7 +76,8 @@ def _running(
     # An ordered set: the first is named in errors.
     names = dict.fromkeys((target.path, str(folder), str(folder.resolve())))
     urls = dict.fromkeys(map(base_url, engine.urls))
-    return [Endpoint(url, check_server_model(url, names, target.max_length), engine.concurrency) for url in urls]
+    lengths = (target.max_length, target_original_length(folder))
+    return [Endpoint(url, check_server_model(url, names, *lengths), engine.concurrency) for url in urls]
 
 
 def _started(

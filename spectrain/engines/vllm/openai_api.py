@@ -94,11 +94,12 @@ def base_url(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
-def check_server_model(url: str, names: Collection[str], max_length: int) -> str:
+def check_server_model(url: str, names: Collection[str], max_length: int, original_length: int | None = None) -> str:
     """The name under which the server at ``url`` has the target.
 
-    names: all that the target goes by (what it was given as, its id, its folder). Raises RunError if the server does
-    not answer, and ConfigError if it serves something else, or documents of ``max_length`` tokens are too long for it.
+    names: all that the target goes by (what it was given as, its id, its folder). original_length: where the target
+    turns otherwise beyond it (``served_rope.py``). Raises RunError if the server does not answer, and ConfigError if it
+    serves something else, or documents of ``max_length`` tokens are too long for it, or turn otherwise there.
     """
     try:
         with httpx2.Client(timeout=_PATIENCE_S) as client:
@@ -128,5 +129,10 @@ def check_server_model(url: str, names: Collection[str], max_length: int) -> str
         raise ConfigError(
             f"engine.urls: {url} takes {longest} tokens, fewer than target.max_length={max_length}: start it with "
             f"--max-model-len {max_length} or more, or lower target.max_length"
+        )
+    if original_length is not None and isinstance(longest, int) and max_length <= original_length < longest:
+        raise ConfigError(
+            f"engine.urls: {url} takes {longest} tokens, so the target turns by other rotary factors there than with "
+            f"target.max_length={max_length}: start it with --max-model-len {original_length}"
         )
     return found

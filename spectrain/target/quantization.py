@@ -1,0 +1,182 @@
+"""Quantised checkpoints: by what they are quantised, whether transformers computes them right, and single matrices of
+them in full precision.
+
+``engine=hf`` computes with the weights that codes and scales stand for, and does not round activations: matrices are
+dequantised as they are loaded, into the type the target runs in. Schemes for which that was compared with weights
+dequantised by hand are in ``_READ``; every other one is refused by name, before anything starts, because transformers
+drops scales that it does not know and takes the codes for weights. vLLM reads them all.
+
+Legend: N outputs and K inputs of a matrix.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spectrain.errors import InputError
+from spectrain.target.checkpoint import CheckpointReader
+
+# Layouts of compressed-tensors that hold what transformers dequantises exactly.
+_READ_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
+# ModelOpt describes older checkpoints in a file of its own, beside a config.json that knows nothing of it.
+_MODELOPT_FILE = "hf_quant_config.json"
+_CODES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+# Beside a weight: it is not codes times one scale.
+_MORE_THAN_SCALED = ("_scale_2", "_global_scale", "_zero_point")
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """``fields``: the checkpoint's ``quantization_config``, as it is."""
+
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def method(self) -> str:
+        if self.fields.get("load_in_4bit") or self.fields.get("load_in_8bit"):
+            return "bitsandbytes"  # older ones do not say
+        return str(self.fields.get("quant_method") or "a method that it does not name")
+
+    @property
+    def name(self) -> str:
+        """As a person would name it: the method, and which of its kinds."""
+        kinds = self._formats if self.method == "compressed-tensors" else {self.fields.get("quant_algo")}
+        known = sorted(str(kind) for kind in kinds if kind)
+        return f"{self.method} ({', '.join(known)})" if known else self.method
+
+    def refused(self) -> str | None:
+        """What of it ``engine=hf`` cannot read, as a person would name it; None where it computes the target right."""
+        if self.method in ("fp8", "mxfp4"):
+            return None
+        if self.method != "compressed-tensors" or not self._formats <= set(_READ_FORMATS):
+            return self.name
+        for part in ("sparsity_config", "transform_config"):
+            if self.fields.get(part):
+                return f"{self.name} with a {part}"
+        if any(not weights.get("symmetric", True) for weights in self._weights):
+            return f"{self.name} with zero points"
+        if importlib.util.find_spec("compressed_tensors") is None:
+            return f"{self.name}, whose package compressed-tensors is not installed"
+        return None
+
+    def loading_options(self, shapes_only: bool) -> dict[str, Any]:
+        """What ``from_pretrained`` is told, so that every matrix is dequantised. ``shapes_only``: there are no numbers,
+        and some layouts of compressed-tensors keep shapes as numbers, so those stay as they are.
+        """
+        from transformers import CompressedTensorsConfig, FineGrainedFP8Config, Mxfp4Config
+
+        if self.method == "compressed-tensors":
+            return {"quantization_config": CompressedTensorsConfig(dequantize=not shapes_only)}
+        kinds = {"fp8": FineGrainedFP8Config, "mxfp4": Mxfp4Config}
+        return {"quantization_config": kinds[self.method](dequantize=True)} if self.method in kinds else {}
+
+    @cached_property
+    def blocks(self) -> frozenset[tuple[int, int]]:
+        """Rows and columns of a matrix that share a scale, as the configuration says."""
+        named = [self.fields.get("weight_block_size")]
+        for weights in self._weights:
+            named.append(weights.get("block_structure"))
+            if weights.get("strategy") == "group":
+                named.append([1, weights.get("group_size")])
+        parts = [one.split("x") if isinstance(one, str) else one for one in named]
+        return frozenset((int(one[0]), int(one[1])) for one in parts if one and len(one) == 2)
+
+    @property
+    def scales_alone(self) -> bool:
+        """Whether codes times scales are the weights of the model that was quantised."""
+        return not self.fields.get("transform_config")
+
+    @property
+    def _groups(self) -> list[Mapping[str, Any]]:
+        groups = self.fields.get("config_groups")
+        found = groups.values() if isinstance(groups, Mapping) else ()
+        return [group for group in found if isinstance(group, Mapping)]
+
+    @property
+    def _weights(self) -> list[Mapping[str, Any]]:
+        return [group["weights"] for group in self._groups if isinstance(group.get("weights"), Mapping)]
+
+    @property
+    def _formats(self) -> set[str]:
+        named = [self.fields.get("format"), *(group.get("format") for group in self._groups)]
+        return {str(one) for one in named if one and one != "mixed-precision"}
+
+
+def quantization_of(hf_config: Any, folder: Path | None = None) -> Quantization | None:
+    """How the target of a transformers configuration is quantised; None: not at all. ``folder``: where its other files
+    are.
+    """
+    for config in (hf_config, hf_config.get_text_config(decoder=True)):
+        for name in ("quantization_config", "compression_config"):
+            found = getattr(config, name, None)
+            if found:
+                return Quantization(dict(found) if isinstance(found, Mapping) else found.to_dict())
+    return _of_modelopt(folder / _MODELOPT_FILE) if folder is not None else None
+
+
+def _of_modelopt(path: Path) -> Quantization | None:
+    if not path.is_file():
+        return None
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))["quantization"]
+        algorithm = fields["quant_algo"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{path} does not say how the target is quantised ({error}): fetch the file again") from error
+    return Quantization({**fields, "quant_method": "modelopt"}) if algorithm else None
+
+
+def require_readable(quantization: Quantization, target: str) -> None:
+    """``InputError`` for a scheme that transformers does not compute right. ``target``: its folder or Hub id."""
+    refused = quantization.refused()
+    if refused is not None:
+        raise InputError(
+            f"target {target} is quantised by {refused}, which engine=hf cannot read: use engine=vllm, or a copy "
+            f"of the target in 16 bits"
+        )
+
+
+def full_precision(reader: CheckpointReader, name: str, quantization: Quantization | None) -> Tensor | None:
+    """The weights that tensor ``name`` stands for, with 16 bits or more: as stored, or 8-bit codes times their scales
+    (float32). None where it holds codes of another kind, or its scales do not fit it.
+    """
+    tensor = reader.get(name)
+    if tensor.is_floating_point() and tensor.element_size() > 1:
+        return tensor
+    scale_name = next((one for one in (f"{name}_scale_inv", f"{name}_scale") if one in reader.names), None)
+    others = [*(name + suffix for suffix in _MORE_THAN_SCALED), name.removesuffix("weight") + "pre_quant_scale"]
+    if tensor.dtype not in _CODES or scale_name is None or any(other in reader.names for other in others):
+        return None
+    if quantization is not None and not quantization.scales_alone:
+        return None
+    scale = reader.get(scale_name)
+    if not scale.is_floating_point():
+        return None
+    spread = _spread(scale.float(), tensor.shape, quantization.blocks if quantization is not None else frozenset())
+    return None if spread is None else tensor.float() * spread
+
+
+def _spread(scale: Tensor, shape: torch.Size, blocks: frozenset[tuple[int, int]]) -> Tensor | None:
+    """A scale for each entry of a matrix [N, K], or what broadcasts to that; None if the scales are of another shape.
+    What a block is cannot be told from shapes: 48 rows with two scales are 24 each, or 32 and 16.
+    """
+    if scale.numel() == 1:
+        return scale.reshape(())
+    if len(shape) != 2:
+        return None
+    outputs, inputs = shape
+    if tuple(scale.shape) in ((outputs,), (outputs, 1)):
+        return scale.reshape(outputs, 1)
+    fitting = [(n, k) for n, k in blocks if tuple(scale.shape) == (-(-outputs // n), -(-inputs // k))]
+    if len(fitting) != 1:
+        return None
+    n, k = fitting[0]
+    return scale.repeat_interleave(n, 0)[:outputs].repeat_interleave(k, 1)[:, :inputs]

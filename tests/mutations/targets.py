@@ -1,0 +1,81 @@
+"""Targets as they come: checkpoints that are not whole, quantised ones, rotary embeddings, numbers that overflow."""
+
+from mutation import Mutation
+
+CHECKPOINTS, QUANTISED = "tests/unit/test_checkpoints.py", "tests/unit/test_quantised_targets.py"
+ROPE, STRANGE = "tests/unit/test_served_rope.py", "tests/pipeline/test_strange_targets.py"
+
+MUTATIONS = (
+    Mutation(
+        "a missing tensor is filled at random in silence",
+        "spectrain/target/checkpoint.py",
+        'missing = _of_the_decoder(info["missing_keys"])',
+        "missing: list[str] = []",
+        (CHECKPOINTS,),
+    ),
+    Mutation(
+        "a tensor without a place is left out in silence",
+        "spectrain/target/checkpoint.py",
+        'in _of_the_decoder(info["unexpected_keys"])',
+        "in ()",
+        (CHECKPOINTS,),
+    ),
+    Mutation(
+        "codes are copied into a drafter without their scales",
+        "spectrain/target/quantization.py",
+        "return None if spread is None else tensor.float() * spread",
+        "return tensor.float()",
+        (QUANTISED,),
+    ),
+    Mutation(
+        "matrices of codes whose scales nobody knows are taken for weights",
+        "spectrain/target/quantization.py",
+        """if tensor.dtype not in _CODES or scale_name is None or any(""",
+        """if scale_name is None:
+        return tensor.float()
+    if tensor.dtype not in _CODES or any(""",
+        (QUANTISED,),
+    ),
+    Mutation(
+        "activations of a compressed-tensors target are rounded to 8 bits",
+        "spectrain/target/model.py",
+        'module.__dict__["quantization_enabled"] = False\n            module.__dict__.pop("forward", None)',
+        "pass",
+        (QUANTISED,),
+    ),
+    Mutation(
+        "longrope factors go by the longest row of a batch",
+        "spectrain/target/model.py",
+        "    settle(hf_config, config.max_length)\n",
+        "",
+        (ROPE,),
+    ),
+    Mutation(
+        "room for drafts makes vLLM turn by the long factors",
+        "spectrain/engines/vllm/args.py",
+        "if original is not None and max_length <= original:",
+        "if original is not None and max_length < 0:",
+        (ROPE,),
+    ),
+    Mutation(
+        "serve leaves the length to vLLM",
+        "spectrain/stages/serve.py",
+        'named = {*config.engine.args, *(() if length is None else ("max_model_len",))}',
+        "named = {*config.engine.args}",
+        ("tests/unit/test_serve.py",),
+    ),
+    Mutation(
+        "logits that are not finite are drawn from",
+        "spectrain/target/model.py",
+        'self.require_finite(logits.amax(-1), "logits")',
+        "pass",
+        (STRANGE,),
+    ),
+    Mutation(
+        "ids beyond the embedding reach the target",
+        "spectrain/data/chat.py",
+        "if token >= size",
+        "if token > 2 * size",
+        (STRANGE,),
+    ),
+)
