@@ -117,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _dispatch(parse(arguments))
     except SpectrainError as error:
         if debug:
-            traceback.print_exc()
+            say(traceback.format_exc())
         say("error: " + " ".join(str(error).split()))
         return error.exit_code
     except KeyboardInterrupt:
@@ -125,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     except Exception as error:
         if debug:
-            traceback.print_exc()
+            say(traceback.format_exc())
         full = full_disk(error)  # of a library's writing: ours say it by themselves
         if full:
             say(f"error: {full}")

@@ -15,6 +15,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
+from spectrain.masking import mask_text
+
 console = Console(stderr=True, highlight=False)
 stdout = Console(highlight=False)
 
@@ -22,8 +24,8 @@ PLAIN_EVERY_S = 10.0
 
 
 def say(message: str) -> None:
-    """One line for the user."""
-    console.print(message, markup=False, soft_wrap=True)
+    """One line for the user, without secrets."""
+    console.print(mask_text(message), markup=False, soft_wrap=True)
 
 
 class _Rate(ProgressColumn):
