@@ -22,6 +22,8 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn,
 from rich.segment import Segment
 from rich.text import Text
 
+from spectrain.masking import mask_text
+
 # They reorder what follows them, the end of a message included.
 _DIRECTIONS = frozenset("\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
@@ -60,8 +62,8 @@ PLAIN_EVERY_S = 10.0
 
 
 def say(message: str) -> None:
-    """One line for the user."""
-    console.print(message, markup=False, soft_wrap=True)
+    """One line for the user, without secrets."""
+    console.print(mask_text(message), markup=False, soft_wrap=True)
 
 
 def say_traceback() -> None:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from spectrain.errors import InputError, RunError
+from spectrain.masking import MaskedText
 
 _FULL = {errno.ENOSPC: "is full", errno.EDQUOT: "gives this user no more room (its quota is used up)"}
 _SETTLED_NS = 2_000_000_000
@@ -33,7 +34,7 @@ DIGEST = "digest"  # the field of a JSON file that holds the digest of all other
 
 
 @contextmanager
-def replacing(path: Path, what: str = "", size_bytes: int | None = None) -> Iterator[Path]:
+def replacing(path: Path, what: str = "", size_bytes: int | None = None, private: bool = False) -> Iterator[Path]:
     """A file to be written, by its name, in place of ``path``: it takes that place in one step when the block ends.
 
     After a crash ``path`` is the old file or the new one, whole and on disk; a kill in between leaves
@@ -41,6 +42,7 @@ def replacing(path: Path, what: str = "", size_bytes: int | None = None) -> Iter
 
     Args:
         what: is written, for the user; empty: the name says it. size_bytes: that it takes, where that is known.
+        private: its owner alone may read it.
 
     Raises RunError if it cannot be written.
     """
@@ -49,7 +51,7 @@ def replacing(path: Path, what: str = "", size_bytes: int | None = None) -> Iter
     with writing(path, what, size_bytes):
         path.parent.mkdir(parents=True, exist_ok=True)
         partial.unlink(missing_ok=True)
-        partial.touch()
+        partial.touch(0o600 if private else 0o666)
         mode = partial.stat().st_mode
         try:
             yield partial
@@ -63,11 +65,11 @@ def replacing(path: Path, what: str = "", size_bytes: int | None = None) -> Iter
         sync(path.parent)
 
 
-def write_atomically(path: Path, text: str, what: str = "") -> None:
-    """Replace ``path`` in one step; after a crash it holds the old text or the new one. ``what``: as in ``replacing``,
-    errors, too.
+def write_atomically(path: Path, text: str, what: str = "", private: bool = False) -> None:
+    """Replace ``path`` in one step; after a crash it holds the old text or the new one. ``what``, ``private``: as in
+    ``replacing``, errors, too.
     """
-    with replacing(path, what, len(text.encode())) as partial:
+    with replacing(path, what, len(text.encode()), private) as partial:
         partial.write_text(text, encoding="utf-8")
 
 
@@ -346,12 +348,23 @@ def check_digest(content: Mapping[str, Any], path: Path, advice: str) -> None:
 
 def plain(value: Any) -> Any:
     """``value`` in what JSON and YAML have, at any depth: mappings as dicts, sequences as lists, NaN and infinity as
-    null.
+    null, masked text as what it shows.
     """
+    return _plain(value, lambda text: text.shown)
+
+
+def comparable(value: Any) -> Any:
+    """As ``plain``, for what is stored to tell later whether it changed: masked text as what is compared of it."""
+    return _plain(value, lambda text: text.compared)
+
+
+def _plain(value: Any, unmasked: Callable[[MaskedText], str]) -> Any:
     if isinstance(value, Mapping):
-        return {key: plain(entry) for key, entry in value.items()}
+        return {key: _plain(entry, unmasked) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(entry) for entry in value]
+        return [_plain(entry, unmasked) for entry in value]
+    if isinstance(value, MaskedText):
+        return unmasked(value)
     return finite_or_none(value) if isinstance(value, float) else value
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from spectrain.config.keys import Section, key, require
+from spectrain.config.keys import Section, key, refuse_dash, require
 from spectrain.errors import ConfigError
 
 _DEVICES = 4096
 _LONGEST_S = 1e7  # four months
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,14 @@ class EngineConfig(Section, name="engine"):
             f"engine.devices names {len(self.devices)} sets of devices for engine.replicas={self.replicas}: name one "
             f"for each",
         )
+        named = {"quantization": self.quantization, "attention_backend": self.attention_backend}
+        for name, value in (*named.items(), *((f"args.{name}", value) for name, value in self.args.items())):
+            refuse_dash(f"engine.{name}", value)
+        for name in self.environment:
+            require(
+                _VARIABLE.fullmatch(name),
+                f"engine.environment.{name} is no name of a variable: use letters and digits",
+            )
 
 
 def _check_url(url: str) -> None:

@@ -22,6 +22,8 @@ from typing import Any, ClassVar, Literal
 
 from spectrain.errors import ConfigError
 
+LONGEST_NAME = 100  # bytes; file systems take 255, and what is called by a name says more
+
 _BOUNDS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
     "at_least": ("at least", operator.ge),
     "above": ("more than", operator.gt),
@@ -93,6 +95,27 @@ def require(condition: object, message: str) -> None:
     """ConfigError with ``message`` unless the condition holds."""
     if not condition:
         raise ConfigError(message)
+
+
+def require_name(key: str, name: str) -> None:
+    """ConfigError unless ``name`` can be part of a file's name: then nothing that is called by it lies elsewhere, and
+    no other program takes it for an option.
+    """
+    plain = name and name.isprintable() and not name.startswith((".", "-")) and not set(name) & set("/\\")
+    require(
+        plain and len(name.encode()) <= LONGEST_NAME,
+        f"{key}={name[:LONGEST_NAME]} names files: use at most {LONGEST_NAME} bytes, no slashes, and no dot or dash in "
+        f"front",
+    )
+
+
+def refuse_dash(key: str, value: Any) -> None:
+    """ConfigError for text, or a list with text, that begins with a dash: on another program's command line it would
+    be an option, and whoever wrote the recipe or the drafter that it comes from could switch on what he likes.
+    """
+    for text in value if isinstance(value, list | tuple) else (value,):
+        if isinstance(text, str):
+            require(not text.startswith("-"), f"{key}={text}: a dash in front would be read as an option: rename it")
 
 
 @cache

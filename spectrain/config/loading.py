@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
@@ -45,6 +46,7 @@ from spectrain.config.overrides import (
 )
 from spectrain.config.schema import SpectrainConfig
 from spectrain.errors import ConfigError, InputError
+from spectrain.masking import PRIVATE_FILE, is_secret_key, mask, mask_override, masked_keys, reveal
 from spectrain.reading import read_text
 
 # What a group means when nobody says otherwise. None: nothing is added to the defaults.
@@ -84,7 +86,8 @@ def compose(overrides: Sequence[str]) -> SpectrainConfig:
     swept = [override.input_line for override in parsed if override.is_sweep_override()]
     if swept:
         raise ConfigError(
-            f"{swept[0]} names several values: add -m to run one job for each, or write a list as key=[a,b]"
+            f"{mask_override(swept[0])} names several values: add -m to run one job for each, or write a list as "
+            f"key=[a,b]"
         )
     return _compose_all(parsed, [lines])[0]
 
@@ -106,7 +109,11 @@ def swept(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
     """(keys or groups that take several values, the overrides without them)."""
     lines, parsed = read_overrides(overrides)
     keys = [str(override.key_or_group) for override in parsed if override.is_sweep_override()]
-    return keys, [line for line, override in zip(lines, parsed, strict=True) if not override.is_sweep_override()]
+    return keys, _without_sweeps(lines, parsed)
+
+
+def _without_sweeps(lines: Sequence[str], parsed: Sequence[Override]) -> list[str]:
+    return [line for line, override in zip(lines, parsed, strict=True) if not override.is_sweep_override()]
 
 
 def sweep_jobs(overrides: Sequence[str]) -> list[SpectrainConfig]:
@@ -131,6 +138,9 @@ def multirun(overrides: Sequence[str], job: Callable[[DictConfig], float | None]
     with one_line():
         _register(parsed)
         main = hydra.main(version_base=_HYDRA_VERSION, config_path=_first_root(), config_name=_PRIMARY)(job)
+        if scratch is None:
+            folder = _given_run_dir(parsed) or Path(_compose_all(parsed, [_without_sweeps(lines, parsed)])[0].run.dir)
+            _make_private(folder.expanduser() / "multirun.yaml")
         with _as_command_line(["--multirun", *_sweep_settings(parsed, scratch), *lines]):
             main()
 
@@ -152,6 +162,13 @@ def _job_values(composed: DictConfig) -> dict[str, Any]:
 def sweep_overrides() -> list[str]:
     """The overrides of one job of a sweep, its own values among them; called inside the job."""
     return list(HydraConfig.get().overrides.task)
+
+
+def _make_private(file: Path) -> None:
+    """Make ``file``, into which Hydra writes a sweep's whole configuration, secrets and all, for this user alone."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    os.close(os.open(file, os.O_WRONLY | os.O_CREAT, 0o600))
+    file.chmod(0o600)
 
 
 @contextmanager
@@ -195,9 +212,9 @@ def _sweep_settings(parsed: Sequence[Override], scratch: Path | None) -> list[st
     fixed = {str(override.get_key_element()) for override in ours} - {
         str(override.get_key_element()) for override in swept
     }
-    # A value with a slash (a path) would make folders of folders, and no swept value at all makes no name: number
-    # those.
-    named = bool(swept) and not any("/" in str(override.input_line) for override in swept)
+    # A value with a slash (a path) would make folders of folders, a secret would be read by everybody, and no swept
+    # value at all makes no name: number those.
+    named = bool(swept) and not any("/" in str(o.input_line) or is_secret_key(str(o.key_or_group)) for o in swept)
     return [
         f"hydra.job.name={_APP}",
         "hydra.output_subdir=null",
@@ -246,9 +263,27 @@ def _plain(composed: DictConfig) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError("the configuration is not a mapping")
     values.pop("hydra", None)
+    return _resolve(values)
+
+
+def _resolve(values: Mapping[Any, Any]) -> dict[str, Any]:
+    """``values`` with references followed; what is secret, and what came from the environment, as ``MaskedText``."""
     with one_line():
-        resolved = OmegaConf.to_container(OmegaConf.create(values), resolve=True)
-    return resolved  # type: ignore[return-value]
+        resolved = OmegaConf.to_container(OmegaConf.create(dict(values)), resolve=True)
+        # The same with references to the environment as they were written, and all that refers to those.
+        written = OmegaConf.to_container(OmegaConf.create(_quote_environment(values)), resolve=True)
+    masked: dict[str, Any] = mask(resolved, written)
+    return masked
+
+
+def _quote_environment(values: Any) -> Any:
+    if isinstance(values, dict):
+        return {name: _quote_environment(value) for name, value in values.items()}
+    if isinstance(values, list):
+        return [_quote_environment(value) for value in values]
+    if isinstance(values, str) and re.search(r"\$\{\s*oc\.env\s*:", values):
+        return re.sub(r"(?<!\\)\$\{", r"\\${", values)
+    return values
 
 
 def _register(parsed: Sequence[Override]) -> None:
@@ -298,6 +333,34 @@ def _given_run_dir(parsed: Sequence[Override]) -> Path | None:
     return Path(str(given[-1])).expanduser() if given else None
 
 
+def _unmask(values: dict[str, Any], file: Path, parsed: Sequence[Override]) -> None:
+    """Put back what ``config.yaml`` masks, from the file beside it that only its owner may read. What the command line
+    sets anew is not missed.
+    """
+    private = file.with_name(PRIVATE_FILE)
+    try:
+        if private.is_file():
+            reveal(values, yaml.safe_load(private.read_text(encoding="utf-8")))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{private}, which holds what {file.name} masks, cannot be read ({error})") from error
+    given = tuple(str(override.get_key_element()).lstrip("+~") for override in parsed)
+    missing = []
+    for path in masked_keys(values):
+        keys = [".".join(map(str, path[:length])) for length in range(1, len(path) + 1)]
+        if any(key in given for key in keys):
+            _drop(values, path)
+        else:
+            missing.append(keys[-1])
+    if missing:
+        raise InputError(f"{file} masks {', '.join(missing)}, and {private} does not say what was there: set it again")
+
+
+def _drop(values: Any, path: tuple[Any, ...]) -> None:
+    for name in path[:-1]:
+        values = values[name]
+    del values[path[-1]]
+
+
 def _base_values(parsed: Sequence[Override]) -> dict[str, Any]:
     file = _reused_config(parsed)
     if file is None:
@@ -309,12 +372,13 @@ def _base_values(parsed: Sequence[Override]) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise InputError(f"{file} is not a configuration: delete the file, or name a recipe")
     values.pop("run", None)
+    _unmask(values, file, parsed)
     # A group that is chosen anew starts from its own defaults: what was set for another method or engine does not
     # belong to it.
     chosen = {str(override.key_or_group) for override in parsed}
     kept = {section: value for section, value in values.items() if section not in chosen & set(GROUPS)}
     try:
-        build(kept)
+        build(_resolve(kept))
     except ConfigError as error:
         raise ConfigError(f"{file}: {error} (correct that file, or name a recipe)") from error
     return kept

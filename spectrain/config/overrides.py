@@ -34,6 +34,7 @@ from spectrain.config.folders import GROUP_FOLDERS, group_options
 from spectrain.config.keys import describe, is_mapping, key_types, without_null
 from spectrain.config.schema import SpectrainConfig
 from spectrain.errors import ConfigError
+from spectrain.masking import MASK, MaskedText, is_secret_key, mask_override
 
 
 def build(values: Mapping[str, Any]) -> SpectrainConfig:
@@ -106,7 +107,7 @@ def suggest(word: str, options: Iterable[str]) -> list[str]:
 
 def _build(section: type, values: Any, key: str) -> Any:
     if not isinstance(values, Mapping):
-        raise ConfigError(f"{key} is a section: set its keys, not the section itself, got {_show(values)}")
+        raise ConfigError(f"{key} is a section: set its keys, not the section itself, got {_show(values, key)}")
     kinds = key_types(section)
     prefix = f"{key}." if key else ""
     for name in values:
@@ -126,7 +127,7 @@ def _convert(value: Any, kind: Any, key: str) -> Any:
         return _tuple(value, parts[0], key)
     if origin is dict:
         if not isinstance(value, Mapping):
-            raise ConfigError(f"{key} must be a mapping of names to values, got {_show(value)}")
+            raise ConfigError(f"{key} must be a mapping of names to values, got {_show(value, key)}")
         return {str(name): _convert(entry, parts[1], f"{key}.{name}") for name, entry in value.items()}
     if origin is Literal:  # which of them are allowed, the section knows
         return _scalar(value, type(parts[0]), key)
@@ -137,7 +138,7 @@ def _tuple(value: Any, item: Any, key: str) -> tuple[Any, ...]:
     if isinstance(value, list | tuple):
         return tuple(_convert(entry, item, f"{key}[{index}]") for index, entry in enumerate(value))
     if value is None or isinstance(value, Mapping):
-        raise ConfigError(f"{key} must be a list, got {_show(value)}")
+        raise ConfigError(f"{key} must be a list, got {_show(value, key)}")
     return (_convert(value, item, key),)
 
 
@@ -148,12 +149,14 @@ def _scalar(value: Any, kind: type, key: str) -> Any:
         return float(value)
     if kind is str and type(value) is int:  # run.name=7
         return str(value)
-    if type(value) is not kind:
-        raise ConfigError(f"{key} must be {describe(kind)}, got {_show(value)}")
+    if type(value) is not kind and not (kind is str and isinstance(value, MaskedText)):
+        raise ConfigError(f"{key} must be {describe(kind)}, got {_show(value, key)}")
     return value
 
 
-def _show(value: Any) -> str:
+def _show(value: Any, key: str) -> str:
+    if is_secret_key(key):
+        return MASK
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -178,11 +181,12 @@ def read_overrides(overrides: Sequence[str]) -> tuple[list[str], list[Override]]
 
 
 def set_keys(parsed: Sequence[Override]) -> frozenset[str]:
-    """The keys that overrides set; groups that they choose are none."""
+    """The keys that overrides set; groups that they choose are none, but for ``drafter``, which is drafter.method."""
     found: set[str] = set()
     for override in parsed:
         key = str(override.key_or_group)
         if key in GROUP_FOLDERS or _is_hydras(key):
+            found |= {"drafter.method"} if key == "drafter" else set()
             continue
         value = None if override.is_sweep_override() else override.value()
         found |= _leaves(key, value)
@@ -253,14 +257,15 @@ def _parse(parser: OverridesParser, line: str) -> tuple[str, Override]:
     except HydraException as error:
         key, equals, value = line.partition("=")
         if not equals:
-            raise ConfigError(f"cannot read {line!r}: write key=value or group=option") from error
+            raise ConfigError(f"cannot read {mask_override(line)!r}: write key=value or group=option") from error
         if all_keys().get(key) in (str, str | None, tuple[str, ...]) and value[:1] not in ("'", '"', "["):
             # Hydra's grammar has no room for "=", "~", brackets or letters beyond ASCII in bare text; a path may have
             # them all.
             line = f"{key}={quoted(value)}"
             return line, parser.parse_override(line)
+        detail = "" if is_secret_key(key) else f" ({first_line(error)})"  # Hydra quotes the line
         raise ConfigError(
-            f"cannot read {line!r} ({first_line(error)}): put text with special characters into quotes"
+            f"cannot read {mask_override(line)!r}{detail}: put text with special characters into quotes"
         ) from error
 
 

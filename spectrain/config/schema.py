@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Literal, get_args
 
 from spectrain.config.drafter_schema import DrafterConfig
 from spectrain.config.engine_schema import EngineConfig
-from spectrain.config.keys import ANY_COUNT, FILE_NAME_BYTES, Section, key, require
+from spectrain.config.keys import ANY_COUNT, FILE_NAME_BYTES, Section, key, refuse_dash, require, require_name
 
 _DEVICES = re.compile(r"auto|cpu|cuda(:\d+)?")
 _COLDEST = 1e-3  # colder is greedy decoding by another name, until float32 overflows
@@ -77,6 +78,8 @@ class TargetConfig(Section, name="target"):
         require(
             _DEVICES.fullmatch(self.device), f"target.device={self.device} is unknown: use auto, cpu, cuda or cuda:0"
         )
+        for name in ("name", "path", "revision"):
+            refuse_dash(f"target.{name}", getattr(self, name))
 
 
 @dataclass(frozen=True)
@@ -335,6 +338,7 @@ class SuiteConfig(Section, name="suite"):
     )
 
     def _check(self) -> None:
+        require_name("suite.name", self.name)
         for name in ("policies", "batches"):
             values = getattr(self, name)
             require(len(set(values)) == len(values), f"suite.{name}={list(values)} names one of them twice")
@@ -348,6 +352,14 @@ class LoggerConfig(Section, name="logger"):
         (), "trackers of accelerate, such as wandb, tensorboard and trackio", example="[tensorboard]"
     )
     project: str = key("spectrain", "project under which trackers file the run", most_bytes=FILE_NAME_BYTES)
+
+    def _check(self) -> None:
+        # Most trackers make a folder of this name in the run's; MLflow's names may be paths of its own.
+        elsewhere = PurePath(self.project).is_absolute() and self.trackers != ("mlflow",)
+        require(
+            self.project and not elsewhere and not {"..", "~"} & set(re.split(r"[/\\]", self.project)),
+            f"logger.project={self.project} would lie outside the run directory: use a plain name",
+        )
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError
+import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, bfloat16, float16, float32, float64
 
@@ -127,6 +128,7 @@ def load_drafter(
     shape = _shape_from_config(_served_at(config, served_length), folder)
     tensors = standard_tensors(_read_tensors(folder))
     vocab = _vocab(tensors.pop("d2t", None), shape, folder)
+    _check_t2d(tensors.pop("t2d", None), vocab, folder)
     copies = TargetCopies.taken_from(tensors, shape.owns_head, str(folder / WEIGHTS))
     drafter = _build(config, shape, vocab, folder)
     _check_tensors(drafter.body.state_dict(), tensors, folder / WEIGHTS)
@@ -231,6 +233,36 @@ def _vocab(d2t: Tensor | None, shape: DrafterShape, folder: Path) -> DraftVocab:
             f"{folder / WEIGHTS}: tensor 'd2t' does not give ascending ids of a vocabulary of {shape.target_vocab_size}"
         )
     return vocab
+
+
+def check_vocab(folder: Path) -> None:
+    """Raises InputError where ``d2t`` and ``t2d`` of a folder disagree. Reads no other weights."""
+    try:
+        with safe_open(folder / WEIGHTS, framework="pt") as file:
+            d2t, t2d = (file.get_tensor(name) if name in set(file.keys()) else None for name in ("d2t", "t2d"))
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"{folder / WEIGHTS} cannot be read as safetensors: {error}") from None
+    if d2t is not None and t2d is not None and d2t.any():
+        _check_t2d(t2d, vocab_from_d2t(d2t, len(t2d)), folder)
+
+
+def _check_t2d(t2d: Tensor | None, vocab: DraftVocab, folder: Path) -> None:
+    """``t2d``, which tokens of the target can be drafted, says nothing beyond ``d2t``; one that says something else
+    shows that one of them belongs to another drafter.
+    """
+    if t2d is None:
+        return
+    where = f"{folder / WEIGHTS}: tensor 't2d'"
+    if tuple(t2d.shape) != (vocab.target_size,):
+        raise InputError(f"{where} has {tuple(t2d.shape)}, the target's vocabulary is {vocab.target_size}")
+    drafted_V = torch.zeros(vocab.target_size, dtype=torch.bool)
+    drafted_V[vocab.ids_D[vocab.ids_D < vocab.target_size]] = True
+    different = (t2d.bool() != drafted_V).nonzero()
+    if len(different):
+        raise InputError(
+            f"{where} and 'd2t' disagree on {len(different):,} tokens, first on {int(different[0])}: one of them is "
+            f"another drafter's, write it again"
+        )
 
 
 def _check_tensors(expected: dict[str, Tensor], found: dict[str, Tensor], path: Path) -> None:

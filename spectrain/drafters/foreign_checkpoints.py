@@ -228,10 +228,8 @@ def standard_config(config: dict[str, Any], where: str, usual_taps: Sequence[int
 
 
 def standard_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors under the names of the speculators layout. EAGLE's only layer is called ``midlayer``; ``t2d`` says
-    nothing beyond ``d2t``.
-    """
-    return {name.replace("midlayer.", "layers.0.", 1): tensor for name, tensor in tensors.items() if name != "t2d"}
+    """Tensors under the names of the speculators layout. EAGLE's only layer is called ``midlayer``."""
+    return {name.replace("midlayer.", "layers.0.", 1): tensor for name, tensor in tensors.items()}
 
 
 def _from_speculators(config: dict[str, Any], where: str) -> dict[str, Any]:

@@ -35,6 +35,7 @@ _SHIPPED = {
     "dspark": "spectrain.drafters.block.dspark",
     "dflash2": "spectrain.drafters.block.dflash2",
 }
+_NEEDED = ("shape", "build", "body", "describe", "read_shape", "training_cost")  # methods of a kind that is trained
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ class DrafterMethod:
     name: ClassVar[str]  # drafter.method, and speculators_model_type of its folders
     label: ClassVar[str]  # as a person reads it
     sections: ClassVar[tuple[str, ...]] = ()  # of ``drafter`` that only this kind and its relatives read
+    reads_options: ClassVar[bool] = True  # ``drafter.options``, for settings that have no section
     trainable: ClassVar[bool] = True
     # A shorter round is the beginning of a longer one, and costs its share of it.
     drafts_step_by_step: ClassVar[bool] = False
@@ -112,15 +114,15 @@ class DrafterMethod:
 
     def shape(self, config: DrafterConfig, spec: TargetSpec) -> DrafterShape:
         """The shape of a fresh drafter. Raises ConfigError for a setting that does not fit the target."""
-        raise self._cannot("train or measure")
+        raise self._lacks("shape")
 
     def build(self, shape: Any, vocab: DraftVocab, config: DrafterConfig) -> Drafter:
         """A drafter with any weights."""
-        raise self._cannot("train or measure")
+        raise self._lacks("build")
 
     def body(self, shape: Any) -> nn.Module:
         """Its parameters alone, for counting them on the meta device."""
-        raise self._cannot("train or measure")
+        raise self._lacks("body")
 
     def copy_from_target(self, drafter: Any, spec: TargetSpec, head: TargetHead, folder: Path) -> None:
         """Copy what a fresh drafter can use of the target, beyond rows of its head (``drafter.init=target``)."""
@@ -129,7 +131,7 @@ class DrafterMethod:
         self, config: DrafterConfig, trainer: TrainerConfig, entries: Mapping[str, int], corpus: CorpusSize
     ) -> TrainingCost:
         """``entries``: name -> entries of each of its matrices."""
-        raise self._cannot("train or measure")
+        raise self._lacks("training_cost")
 
     # --- its folder --------------------------------------------------------------------------------------------------
 
@@ -146,7 +148,7 @@ class DrafterMethod:
 
     def describe(self, drafter: Any) -> dict[str, Any]:
         """Fields of config.json that only this kind has."""
-        raise self._cannot("write")
+        raise self._lacks("describe")
 
     def metadata(self, drafter: Any) -> dict[str, Any]:
         """What our own loop or a later training has a use for and vLLM has not; written under ``spectrain``."""
@@ -154,7 +156,7 @@ class DrafterMethod:
 
     def read_shape(self, fields: dict[str, Any]) -> DrafterShape:
         """The shape that a config.json describes. Raises KeyError, TypeError or ValueError where it describes none."""
-        raise self._cannot("train or measure")
+        raise self._lacks("read_shape")
 
     def read_drafter(self, shape: Any, vocab: DraftVocab, metadata: Mapping[str, Any]) -> Drafter:
         """A drafter of that shape, its weights not yet read. ``metadata``: as ``metadata`` gave it. Raises ValueError
@@ -174,10 +176,15 @@ class DrafterMethod:
 
     def read_foreign(self, architecture: str, config: dict[str, Any], where: str) -> dict[str, Any]:
         """A config.json of another project's layout as one of the speculators layout. Raises InputError."""
-        raise self._cannot("read")
+        raise self._lacks("read_foreign")
 
-    def _cannot(self, what: str) -> ConfigError:
-        return ConfigError(f"drafter.method={self.name}: this version does not {what} {self.label} drafters")
+    def _lacks(self, method: str) -> ConfigError:
+        if not self.trainable:
+            return ConfigError(f"drafter.method={self.name}: {self.label} drafters are served here, not trained")
+        return ConfigError(
+            f"drafter.method={self.name}: class {type(self).__name__} in {type(self).__module__} has no method "
+            f"{method}: define it as DrafterMethod in spectrain/drafters/registry.py describes it"
+        )
 
 
 _registered: dict[str, DrafterMethod] = {}
@@ -186,13 +193,16 @@ _of_module: dict[str, dict[str, DrafterMethod]] = {}  # what each module of ``dr
 
 def register(method: DrafterMethod) -> DrafterMethod:
     """Make a kind known under its name; of two with one name the later one counts. Raises ConfigError for one without
-    a name or a label.
+    a name or a label, or without a method that training would miss later.
     """
     for attribute in ("name", "label"):
         if not getattr(method, attribute, ""):
             raise ConfigError(
                 f"a kind of drafter has no {attribute}: set `{attribute}` in class {type(method).__name__}"
             )
+    for needed in _NEEDED if method.trainable else ():
+        if getattr(type(method), needed) is getattr(DrafterMethod, needed):
+            raise method._lacks(needed)
     _registered[method.name] = method
     return method
 

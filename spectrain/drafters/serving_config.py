@@ -17,6 +17,7 @@ from spectrain.drafters.registry import known_method
 from spectrain.errors import ConfigError, InputError
 from spectrain.files import digest_strings, file_digest
 from spectrain.reading import read_json
+from spectrain.target.identity import TargetIdentity, described
 
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
 _ASK_S = 10.0
@@ -28,8 +29,9 @@ class ServingConfig:
 
     path: the folder, or the Hub id. revision: commit of a Hub repository. method: as in the configuration (eagle3,
     dflash, …). num_speculative_tokens: the number of drafts it asks for. most_tokens: more than so many it cannot
-    draft; None: no limit. target, target_revision: what it was trained for, where that is known. vocab_size,
-    hidden_size, last_tap: of that target; last_tap is the deepest layer whose output is read.
+    draft; None: no limit. target, target_revision: what it was trained for, where that is known; target_fingerprint,
+    target_tokenizer: more of it, which drafters of this project know. vocab_size, hidden_size, last_tap: of that
+    target; last_tap is the deepest layer whose output is read.
     """
 
     path: str
@@ -43,6 +45,8 @@ class ServingConfig:
     hidden_size: int
     last_tap: int | None
     max_model_len: int | None = None  # the server's, where the target computes otherwise with another
+    target_fingerprint: str | None = None
+    target_tokenizer: str | None = None
 
     @property
     def drafts_step_by_step(self) -> bool:
@@ -69,6 +73,38 @@ class ServingConfig:
         if self.revision is not None:
             config["revision"] = self.revision
         return config | {"num_speculative_tokens": num_speculative_tokens or self.num_speculative_tokens}
+
+    def belongs_to(self, target: TargetIdentity) -> bool | None:
+        """Whether it was trained for ``target``, by the weights' revision, or by its name where its writer recorded no
+        revision. None: that cannot be told.
+        """
+        if self.target_revision is None:
+            return self.target is None or _last(self.target) in (_last(target.name), _last(target.id)) or None
+        if target.has_revision(self.target_revision):
+            return True
+        if self.target_fingerprint is not None and target.fingerprints:
+            return target.has_revision(self.target_fingerprint)
+        comparable = len(self.target_revision) == len(target.revision)  # two commits, or two digests
+        return False if comparable else None
+
+    def other_target(self, target: TargetIdentity) -> str | None:
+        """A sentence where it was trained for another target than this one, or may have been; None where it was not.
+        Shapes are not looked at: where they differ it cannot work, which is an error.
+        """
+        trained = f"drafter {self.path} was trained for {described(self.target or 'a target', self.target_revision)}"
+        belongs = self.belongs_to(target)
+        if belongs is False:
+            return f"{trained}, this target is another, {target}: what was measured with its own says nothing here"
+        if belongs is None:
+            return f"{trained}; whether this target, {target}, is the same cannot be told"
+        if self.target_tokenizer and target.tokenizer and not target.tokenizer.startswith(self.target_tokenizer):
+            return f"{trained}, but with another tokenizer or chat template: it will see other text"
+        return None
+
+
+def _last(name: str) -> str:
+    """The part of a path or a Hub id that people go by."""
+    return name.rstrip("/").rpartition("/")[2].lower()
 
 
 def read_serving_config(path: str) -> ServingConfig:
@@ -132,17 +168,28 @@ def _from_config(config: dict[str, Any], path: str, revision: str | None, where:
             method=method,
             num_speculative_tokens=int(speculation["proposal_methods"][0]["speculative_tokens"]),
             most_tokens=None if known is None else known.read_max_drafts(config),
-            target=verifier["name_or_path"],
-            target_revision=metadata.get("target_revision"),
+            target=_name(verifier["name_or_path"], "verifier.name_or_path"),
+            target_revision=_name(metadata.get("target_revision"), "spectrain.target_revision"),
             vocab_size=int(layer["vocab_size"]),
             hidden_size=int(config.get("target_hidden_size") or layer["hidden_size"]),
             last_tap=max(taps, default=None),
             max_model_len=None if metadata.get("max_model_len") is None else int(metadata["max_model_len"]),
+            target_fingerprint=_name(metadata.get("target_fingerprint"), "spectrain.target_fingerprint"),
+            target_tokenizer=_name(metadata.get("target_tokenizer"), "spectrain.target_tokenizer"),
         )
     except KeyError as error:
         raise InputError(f"{where}: field {error} is missing: write the drafter again") from None
     except (TypeError, ValueError, IndexError, AttributeError) as error:
         raise InputError(f"{where} describes no drafter ({error}): write the drafter again") from None
+
+
+def _name(value: Any, field: str) -> str | None:
+    """A name that may be shown and put on a command line. Raises ValueError for what cannot be one."""
+    if value is None or value == "":
+        return None
+    if not isinstance(value, str) or not value.isprintable() or value.startswith("-"):
+        raise ValueError(f"{field} is {value!r}, it must be a name that does not begin with a dash")
+    return value
 
 
 def drafter_digest(folder: Path) -> str:

@@ -23,13 +23,11 @@ from spectrain.errors import ConfigError, InputError
 from spectrain.files import bytes_text, free_bytes, mount_point
 from spectrain.stages.drafter_checks import (
     check_attention,
-    check_confidence,
     check_continued,
     check_dimensions,
-    check_drafter_fits,
     check_drafter_folder,
-    check_drafts,
     check_kind,
+    check_measured,
 )
 from spectrain.stages.run_dir import RunDir
 from spectrain.stages.target_checks import check_at_work, check_trackers_answer
@@ -161,10 +159,7 @@ def _check_against_target(context: Context) -> None:
         require_readable(spec.quantization, config.target.path)
     check_dimensions(config, spec)
     if context.command.needs_drafter:
-        check_drafter_fits(context.measured_drafter, spec)
-        check_drafts(context.measured_drafter, config.decoding.num_speculative_tokens)
-        if config.draft_policies != ("fixed",):
-            check_confidence(context.measured_drafter)
+        check_measured(context)
     elif config.drafter.path is not None:
         check_continued(context, Path(config.drafter.path).expanduser())
     read = context.measured_drafter if context.command.needs_drafter else config.drafter.path

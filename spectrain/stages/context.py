@@ -30,10 +30,12 @@ from spectrain.engines.vllm.open_vllm import open_vllm
 from spectrain.engines.vllm.requests import VLLMClient
 from spectrain.errors import RunError
 from spectrain.files import plain, write_atomically
+from spectrain.masking import escape_references, private_values
 from spectrain.stages.run_dir import RunDir
 from spectrain.target.folder_files import load_generation_config, load_tokenizer
+from spectrain.target.identity import TargetIdentity, identify
 from spectrain.target.model import TargetModel, choose_device, choose_dtype
-from spectrain.target.resolve import ResolvedTarget, TargetSource, resolve_target
+from spectrain.target.resolve import ResolvedTarget, TargetSource, resolve_target, weights_fingerprint
 from spectrain.target.spec import TargetSpec, end_token_ids
 
 
@@ -91,6 +93,11 @@ class Context:
     def target(self) -> ResolvedTarget:
         """The target on this machine; downloads or converts it the first time."""
         return resolve_target(self.config.target)
+
+    @cached_property
+    def identity(self) -> TargetIdentity:
+        """The target, to be told from others. What is not on this machine yet has its revision alone."""
+        return identify(self.source, self.config.target.path)
 
     @cached_property
     def model(self) -> TargetModel:
@@ -210,6 +217,14 @@ class Context:
             **({} if quantization is None else {"engine.quantization": quantization}),
         }
 
+    def target_record(self) -> dict[str, str]:
+        """What a drafter's folder says of its target beside the name, so that another one can be told from it."""
+        return {
+            "target_revision": self.target.revision,
+            "target_fingerprint": weights_fingerprint(self.target.folder),
+            "target_tokenizer": self.target.tokenizer_digest[:16],
+        }
+
     def open_run_dir(self) -> None:
         """Called once the directory is locked: binds it to the target and writes ``config.yaml``."""
         identity = {"id": self.target.id, "revision": self.target.revision}
@@ -217,9 +232,19 @@ class Context:
         self.run_dir.set_target(identity)
         # A measurement under other settings must not change what the next `fit` here starts from.
         if not self.command.needs_drafter or not self.run_dir.config.exists():
-            write_atomically(self.run_dir.config, config_yaml(self.config))
+            self._write_config()
+
+    def _write_config(self) -> None:
+        """``config.yaml``, for everybody, and first what it masks, for this user alone."""
+        values = asdict(self.config)
+        private = private_values(values)
+        if private:
+            write_atomically(self.run_dir.private, yaml.safe_dump(private, allow_unicode=True), private=True)
+        write_atomically(self.run_dir.config, config_yaml(self.config))
+        if not private:
+            self.run_dir.private.unlink(missing_ok=True)
 
 
 def config_yaml(config: SpectrainConfig) -> str:
-    """The resolved configuration as YAML, in the order of the dataclasses."""
-    return yaml.safe_dump(plain(asdict(config)), sort_keys=False, allow_unicode=True)
+    """The resolved configuration as YAML, in the order of the dataclasses, with secrets masked."""
+    return yaml.safe_dump(plain(escape_references(asdict(config))), sort_keys=False, allow_unicode=True)

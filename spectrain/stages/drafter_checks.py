@@ -64,8 +64,6 @@ def check_kind(config: SpectrainConfig, command: Command, given: Set[str] = froz
 
 def _refuse_sections_of_others(method: DrafterMethod, given: Set[str]) -> None:
     others = sections_of_others(method)
-    if type(method).__module__.partition(".")[0] == "spectrain":
-        others |= {"options"}  # for kinds from elsewhere
     for key in sorted(given):
         parent, _, rest = key.partition(".")
         section = rest.partition(".")[0]
@@ -74,10 +72,11 @@ def _refuse_sections_of_others(method: DrafterMethod, given: Set[str]) -> None:
 
 
 def sections_of_others(method: DrafterMethod) -> set[str]:
-    """Sections of ``drafter`` that are some kinds' own and not this one's."""
+    """Sections of ``drafter`` that are some kinds' own and not this one's, options among them."""
     fields = dataclasses.fields(DrafterConfig)
     sections = {field.name for field in fields if dataclasses.is_dataclass(field.default_factory)}
-    return sections - {"loss", *method.sections}
+    options = set() if method.reads_options else {"options"}
+    return (sections - {"loss", *method.sections}) | options
 
 
 def _check_loss(config: SpectrainConfig) -> None:
@@ -162,6 +161,26 @@ def check_drafts(folder: Path, num_drafts: int) -> None:
         )
 
 
+def refuse_other_method(folder: Path, found: str, asked: str, given: Set[str]) -> None:
+    """Nobody asks on the command line for another kind of drafter than the one in ``folder``."""
+    if asked != found and given & {"drafter", "drafter.method"}:
+        raise ConfigError(
+            f"drafter={asked}, but the drafter in {folder} is a {found} drafter: leave drafter out, or name another "
+            f"folder with drafter.path"
+        )
+
+
+def note_other_target(context: Context, folder: Path) -> None:
+    """Say so where a drafter was trained for another target. It may work, if less well; what fits in no way is an
+    error of ``check_drafter_fits``.
+    """
+    from spectrain.drafters.serving_config import read_serving_config
+
+    other = read_serving_config(str(folder)).other_target(context.identity)
+    if other is not None:
+        say(f"note: {other}")
+
+
 def check_drafter_fits(folder: Path, spec: TargetSpec) -> None:
     """A drafter's folder is whole, and was made for a target of these dimensions."""
     from spectrain.drafters.drafter_folder import load_drafter, read_shape
@@ -184,6 +203,20 @@ def check_drafter_fits(folder: Path, spec: TargetSpec) -> None:
     read_serving_config(str(folder))  # and for what a server would miss
 
 
+def check_measured(context: Context) -> None:
+    """The drafter that a command measures fits the target, and is what the command line says of it."""
+    from spectrain.drafters.drafter_folder import read_method
+
+    config, folder = context.config, context.measured_drafter
+    check_drafter_fits(folder, context.spec)
+    refuse_other_method(folder, read_method(folder), config.drafter.method, context.given)
+    _check_settled(config.drafter, folder, context.spec, context.given)
+    check_drafts(folder, config.decoding.num_speculative_tokens)
+    if config.draft_policies != ("fixed",):
+        check_confidence(folder)
+    note_other_target(context, folder)
+
+
 def check_continued(context: Context, folder: Path) -> None:
     """``folder`` can be trained on: it fits the target, and nothing in the configuration contradicts it."""
     from spectrain.drafters.drafter_folder import read_method
@@ -198,22 +231,28 @@ def check_continued(context: Context, folder: Path) -> None:
         raise ConfigError(
             f"drafter.path={folder} is where this run writes its own drafter: use another run.dir to go on from it"
         )
+    note_other_target(context, folder)
 
 
-def _check_settled(drafter: DrafterConfig, folder: Path, spec: TargetSpec) -> None:
-    """Nobody asks for other taps or another shape than those of the drafter in ``folder``, which stay."""
+def _check_settled(drafter: DrafterConfig, folder: Path, spec: TargetSpec, given: Set[str] | None = None) -> None:
+    """Nobody asks for other taps or another shape than those of the drafter in ``folder``, which stay. ``given``: the
+    keys that ask; None: all of them.
+    """
     from spectrain.drafters.drafter_folder import read_method, read_shape
     from spectrain.drafters.registry import find_method
 
+    def asks(key: str) -> bool:
+        return given is None or key in given
+
     shape = read_shape(folder, spec.default_taps())
-    if drafter.taps is not None and drafter.taps != shape.taps:
+    if asks("drafter.taps") and drafter.taps is not None and drafter.taps != shape.taps:
         raise ConfigError(
             f"drafter.taps={list(drafter.taps)}, but the drafter in {folder} reads {list(shape.taps)}: set "
             f"drafter.taps=null"
         )
     asked, plain = flatten(drafter), flatten(DrafterConfig())
     for name, found in find_method(read_method(folder)).settings(shape).items():
-        if asked[name] not in (found, plain[name]):
+        if asks(f"drafter.{name}") and asked[name] not in (found, plain[name]):
             raise ConfigError(
                 f"drafter.{name}={asked[name]}, but the drafter in {folder} has {found}, which stays: leave it out"
             )

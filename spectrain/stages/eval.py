@@ -48,7 +48,7 @@ from spectrain.evaluation.records import (
 )
 from spectrain.evaluation.reliability import confidence_stats
 from spectrain.evaluation.report.tables import evaluation_table
-from spectrain.files import digest_strings, with_digest, write_atomically
+from spectrain.files import comparable, digest_strings, with_digest, write_atomically
 from spectrain.stages.answer_suite import (
     Measurement,
     Method,
@@ -92,7 +92,10 @@ def decide(context: Context) -> Decision:
         **_policy_inputs(config),
     }
     if config.engine.name != "hf":
-        fixed |= {"engine": digest_strings(asdict(config.engine)), "engine version": engine_version(context)}
+        fixed |= {
+            "engine": digest_strings(comparable(asdict(config.engine))),
+            "engine version": engine_version(context),
+        }
     name = STAGE_PREFIX + measurement_name(
         config.suite.name,
         config.engine.name,

@@ -30,7 +30,7 @@ from spectrain.evaluation.diagnosis import diagnose
 from spectrain.evaluation.parity import DecodedPrompt, ParityReport, compare
 from spectrain.evaluation.records import STAGE_PREFIX
 from spectrain.evaluation.report.tables import share_text
-from spectrain.files import digest_strings, plain
+from spectrain.files import comparable, digest_strings, plain
 from spectrain.stages.answer_suite import answer_limit, load_measured_drafter, measured_inputs, suite_prompts
 from spectrain.stages.context import Context
 from spectrain.stages.run_dir import Decision, Inputs, RunDir
@@ -82,7 +82,7 @@ def _decide(context: Context) -> Decision:
         **measured_inputs(context),
         "decoding.num_speculative_tokens": config.decoding.num_speculative_tokens,
         "vllm": vllm_version(),
-        "engine": digest_strings(asdict(config.engine)),
+        "engine": digest_strings(comparable(asdict(config.engine))),
     }
     name = f"{STAGE_PREFIX}{_RECORD}-n{config.decoding.num_speculative_tokens}"
     decision = context.run_dir.decide(name, Inputs(fixed, {}), lambda: "")

@@ -141,7 +141,7 @@ def _train(context: Context, store: HiddenStateSource, train: list[int], heldout
         folder_metadata={
             "target": context.target_for_vllm,
             "target_architectures": context.spec.architectures,
-            "metadata": {"target_revision": context.target.revision, "coverage": coverage} | _needed(context),
+            "metadata": {**context.target_record(), "coverage": coverage} | _needed(context),
         },
     )
     result = trainer.fit()

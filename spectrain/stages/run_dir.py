@@ -30,7 +30,17 @@ from typing import Any
 
 from spectrain.console import say
 from spectrain.errors import InputError, RunError, SpectrainError
-from spectrain.files import check_digest, guarded, recover_folder, remove, with_digest, without_digest, write_atomically
+from spectrain.files import (
+    check_digest,
+    comparable,
+    guarded,
+    recover_folder,
+    remove,
+    with_digest,
+    without_digest,
+    write_atomically,
+)
+from spectrain.masking import PRIVATE_FILE
 
 SCHEMA_VERSION = 1
 _MANIFEST, _LOCK = "manifest.json", ".lock"
@@ -88,7 +98,7 @@ class Inputs:
 
     def to_json(self) -> dict[str, Any]:
         # Through JSON and back, so that what is compared is what is stored (tuples become lists).
-        return json.loads(json.dumps({"fixed": dict(self.fixed), "growing": dict(self.growing)}))
+        return json.loads(json.dumps(comparable({"fixed": dict(self.fixed), "growing": dict(self.growing)})))
 
 
 @dataclass(frozen=True)
@@ -119,6 +129,7 @@ class RunDir:
 
     writable = property(lambda self: self._locked)
     config = property(lambda self: self.path / "config.yaml")
+    private = property(lambda self: self.path / PRIVATE_FILE)
     responses = property(lambda self: self.path / "responses")
     hidden_states = property(lambda self: self.path / "hidden_states")
     checkpoints = property(lambda self: self.path / "checkpoints")

@@ -126,8 +126,12 @@ def _drafter_facts(context: Context) -> list[Fact]:
             f"{(folder / WEIGHTS).stat().st_size / 1e6:,.1f} MB, sha256 {weights_digest(folder)[:16]}",
         ),
     ]
+    served = read_serving_config(str(folder))
+    other = served.other_target(context.identity)
+    if other is not None:
+        facts.append(("trained for", other))
     trained = written.get("spectrain") or {}
-    if "coverage" in trained:
+    if "coverage" in trained and served.belongs_to(context.identity) is not False:
         facts.append(
             ("coverage", f"{trained['coverage']:.2%} of held-out generated tokens are in the draft vocabulary")
         )

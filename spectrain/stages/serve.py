@@ -17,16 +17,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from spectrain.config.keys import refuse_dash
 from spectrain.config.schema import SpectrainConfig, TargetConfig
 from spectrain.console import say, stdout
 from spectrain.drafters.drafter_digests import check_drafter_digests
+from spectrain.drafters.drafter_folder import WEIGHTS, check_vocab
 from spectrain.drafters.registry import known_method, load_module
 from spectrain.drafters.serving_config import ServingConfig, drafter_digest, read_serving_config
 from spectrain.engines.vllm import args as vllm_options
 from spectrain.errors import ConfigError, InputError, RunError
 from spectrain.evaluation.recommend import Recommendation, recommend
 from spectrain.evaluation.records import STAGE_PREFIX, EvaluationRecord, read_record
+from spectrain.masking import MaskedText, is_secret_name, mask_text
+from spectrain.stages.drafter_checks import refuse_other_method
 from spectrain.stages.run_dir import RunDir
+from spectrain.target.identity import TargetIdentity, identify_folder
 
 # Arguments that spectrain sets for its own runs. A server keeps vLLM's: the target's whole context, and its own
 # sampling defaults.
@@ -51,9 +56,39 @@ class ServeCommand:
     environment: dict[str, str]
 
     def __str__(self) -> str:
-        """For a shell."""
-        variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
-        return " ".join([*variables, shlex.join(self.arguments)])
+        """For a shell. Secrets are variables of that shell."""
+        variables = [f"{name}={_shown(name, value)}" for name, value in self.environment.items()]
+        words, secret = [], ""
+        for word in self.arguments:
+            if word.startswith("--"):
+                name, equals, value = word.partition("=")
+                secret = _variable(name) if is_secret_name(name) else ""
+                words.append(f"{name}={_shown(secret, value)}" if secret and equals else shlex.quote(mask_text(word)))
+            else:
+                words.append(_shown(secret, word) if secret else shlex.quote(mask_text(word)))
+        return " ".join([*variables, *words])
+
+    @property
+    def secrets(self) -> list[str]:
+        """Variables that a shell needs to have for the printed command."""
+        flags = [word.partition("=")[0] for word in self.arguments if word.startswith("--")]
+        return [
+            *(name for name, value in self.environment.items() if _is_secret(name, value)),
+            *(_variable(flag) for flag in flags if is_secret_name(flag)),
+        ]
+
+
+def _is_secret(name: str, value: str) -> bool:
+    return isinstance(value, MaskedText) or is_secret_name(name)
+
+
+def _shown(name: str, value: str) -> str:
+    return f'"${name}"' if _is_secret(name, value) else shlex.quote(value)
+
+
+def _variable(flag: str) -> str:
+    """``--api-key`` is API_KEY."""
+    return flag.lstrip("-").replace("-", "_").upper()
 
 
 def serve(config: SpectrainConfig, given: Sequence[str], flags: Sequence[str] = (), print_only: bool = False) -> None:
@@ -68,6 +103,8 @@ def serve(config: SpectrainConfig, given: Sequence[str], flags: Sequence[str] = 
     command = serve_command(config, given, flags)
     if print_only:
         stdout.print(str(command), markup=False, soft_wrap=True)
+        if command.secrets:
+            say(f"note: secrets are not printed: set {', '.join(command.secrets)} where the command is run")
         return
     say(f"serve: {command}")
     sys.stdout.flush()
@@ -94,9 +131,16 @@ def serve_command(config: SpectrainConfig, given: Sequence[str], flags: Sequence
     check_drafter_digests(Path(drafter.path))
     if known_method(drafter.method) is None:
         load_module(config.drafter.module)  # its kind may be one that vLLM does not have
+    _check_vocab(drafter)
+    refuse_other_method(Path(drafter.path), drafter.method, config.drafter.method, keys)
     target, target_config = _target(config, drafter, keys)
+    refuse_dash("target.path", target)
     _check_fit(drafter, target, target_config)
-    number = _num_speculative_tokens(config, drafter, keys)
+    identity = _identity(drafter, target, target_config)
+    other = drafter.other_target(identity)
+    if other is not None:
+        say(f"note: {other}")
+    number = _num_speculative_tokens(config, drafter, keys, identity)
     length = drafter.max_model_len
     served = length or config.engine.args.get("max_model_len")
     if isinstance(served, int):
@@ -175,6 +219,13 @@ def _target(config: SpectrainConfig, drafter: ServingConfig, keys: set[str]) -> 
     return str(folder.resolve()), replace(config.target, revision=None)
 
 
+def _check_vocab(drafter: ServingConfig) -> None:
+    """A drafter whose weights are here numbers its vocabulary in one way."""
+    method = known_method(drafter.method)
+    if method is not None and method.trainable and (Path(drafter.path) / WEIGHTS).is_file():
+        check_vocab(Path(drafter.path))
+
+
 def _check_fit(drafter: ServingConfig, target: str, config: TargetConfig) -> None:
     """A drafter for another target would end in an error of shapes, after the target was loaded. Checked where the
     target is here.
@@ -200,10 +251,23 @@ def _check_fit(drafter: ServingConfig, target: str, config: TargetConfig) -> Non
         )
 
 
+def _identity(drafter: ServingConfig, target: str, config: TargetConfig) -> TargetIdentity:
+    """Which target is served. Where its weights are not here, it is what its name and revision say."""
+    if os.path.isdir(target):
+        try:
+            return identify_folder(Path(target), target)
+        except InputError:  # a folder without weights, as far as we see; vLLM will say what it wants
+            return TargetIdentity(target, target, "", frozenset(), None)
+    revision = config.revision or (drafter.target_revision if target == drafter.target else None) or ""
+    return TargetIdentity(target, target, revision, frozenset({revision} - {""}), None)
+
+
 # --- how many tokens to draft --------------------------------------------------------------------------------------
 
 
-def _num_speculative_tokens(config: SpectrainConfig, drafter: ServingConfig, keys: set[str]) -> int:
+def _num_speculative_tokens(
+    config: SpectrainConfig, drafter: ServingConfig, keys: set[str], target: TargetIdentity
+) -> int:
     """The number on the command line, else the one that evaluation recommends, else the drafter's own."""
     most = drafter.most_tokens
     if "decoding.num_speculative_tokens" in keys:
@@ -213,12 +277,12 @@ def _num_speculative_tokens(config: SpectrainConfig, drafter: ServingConfig, key
                 f"decoding.num_speculative_tokens={number}: drafter {drafter.path} drafts at most {most}: lower it"
             )
         return number
-    found = recommend(measured_records(config, drafter, keys), drafter.drafts_step_by_step)
+    measured = measured_records(config, drafter, keys)
+    records = [record for record in measured if target.is_target(record.target, record.target_revision)]
+    found = recommend(records, drafter.drafts_step_by_step)
     if found is None or (most is not None and found.num_speculative_tokens > most):
-        say(
-            f"serve: {drafter.num_speculative_tokens} drafts a round, as the drafter's folder says (nothing else was "
-            f"measured)"
-        )
+        what = "it was measured with another target" if measured and not records else "nothing else was measured"
+        say(f"serve: {drafter.num_speculative_tokens} drafts a round, as the drafter's folder says ({what})")
         return drafter.num_speculative_tokens
     say(f"serve: {found.num_speculative_tokens} drafts a round: {found.reason}")
     if _loses(found):

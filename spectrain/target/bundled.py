@@ -12,6 +12,7 @@ import hashlib
 import importlib.util
 import io
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -21,27 +22,46 @@ from pathlib import Path
 from filelock import FileLock
 
 from spectrain.console import quiet_transformers, say
-from spectrain.errors import InputError
+from spectrain.errors import ConfigError, InputError
 from spectrain.files import writing
 
 # Part of the folder's name: raise it when conversion starts to write something else.
 _CONVERSION = 1
+_PACKAGE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*(\.[A-Za-z0-9_][A-Za-z0-9_-]*)*")
 
 
 def find_gguf(package: str) -> Path | None:
-    """The one GGUF in an installed package, None if the package is not installed; ``InputError`` if it has no GGUF, or
-    several.
+    """The one GGUF in an installed package, None if the package is not installed; nothing is imported.
+
+    Raises ConfigError for what cannot be a package's name, InputError if it has no GGUF, or several.
     """
-    spec = importlib.util.find_spec(package.replace("-", "_"))
-    if spec is None:
+    folders = _package_folders(package)
+    if folders is None:
         return None
-    files = sorted(file for folder in spec.submodule_search_locations or () for file in Path(folder).rglob("*.gguf"))
+    files = sorted(file for folder in folders for file in Path(folder).rglob("*.gguf"))
     if len(files) != 1:
         raise InputError(
             f"target.bundled_package={package} holds {len(files)} GGUF files, one is expected: reinstall it, or name "
             f"another package"
         )
     return files[0]
+
+
+def _package_folders(package: str) -> list[str] | None:
+    """Folders of a package, which may lie in another one (``a.b``); None if it is not installed.
+
+    ``importlib.util.find_spec("a.b")`` would import ``a``, that is, run code of a package that is only named.
+    """
+    if not _PACKAGE.fullmatch(package):
+        raise ConfigError(f"target.bundled_package={package} is no name of a package: correct it")
+    name, *inner = package.replace("-", "_").split(".")
+    found = importlib.util.find_spec(name)
+    for part in inner:
+        folders = [] if found is None else list(found.submodule_search_locations or ())
+        name = f"{name}.{part}"
+        specs = (finder.find_spec(name, folders) for finder in sys.meta_path if folders)
+        found = next((spec for spec in specs if spec is not None), None)
+    return None if found is None else list(found.submodule_search_locations or ())
 
 
 def gguf_digest(gguf: Path) -> str:
@@ -52,7 +72,16 @@ def gguf_digest(gguf: Path) -> str:
 
 def converted_folder(name: str, digest: str) -> Path:
     """Where the conversion of a GGUF with this digest lies, or will lie."""
-    return user_cache() / "targets" / f"{name}-{digest[:12]}-{_CONVERSION}"
+    plain_name = re.sub(r"[/\\]|^\.+", "_", name)  # it is the user's, the folder is ours
+    return user_cache() / "targets" / f"{plain_name}-{digest[:12]}-{_CONVERSION}"
+
+
+def converted_from(folder: Path) -> str | None:
+    """The first 12 digits of the digest of the GGUF that ``folder`` was converted from, by its name; None if it was
+    not.
+    """
+    found = re.search(rf"-([0-9a-f]{{12}})-{_CONVERSION}$", folder.name)
+    return found[1] if found is not None and folder.parent == (user_cache() / "targets").resolve() else None
 
 
 def convert_once(gguf: Path, folder: Path) -> Path:

@@ -7,12 +7,35 @@ TYPES = "tests/unit/test_config.py"
 LOADING = "tests/unit/test_loading.py"
 SECTIONS = "tests/unit/test_block_method.py"
 
+MASKING = "tests/unit/test_masking.py"
+
 MUTATIONS = (
+    Mutation(
+        "values of engine.environment are shown",
+        "spectrain/masking.py",
+        "    if path[:2] == _ENVIRONMENT:\n        return True\n",
+        "",
+        (MASKING,),
+    ),
+    Mutation(
+        "a secret that changed makes stages run again",
+        "spectrain/masking.py",
+        'compared = MASK if hide_all else f"{MASK} ({_digest(mask_text(str(value)))})"',
+        'compared = f"{MASK} ({_digest(mask_text(str(value)))})"',
+        (MASKING,),
+    ),
+    Mutation(
+        "the file with the secrets can be read by everybody",
+        "spectrain/files.py",
+        "partial.touch(0o600 if private else 0o666)",
+        "partial.touch(0o666)",
+        ("tests/pipeline/test_secrets.py::test_a_run_keeps_its_secrets_and_goes_on_with_them",),
+    ),
     Mutation(
         "true is a whole number",
         CONFIG + "overrides.py",
-        "if type(value) is not kind:",
-        "if not isinstance(value, kind):",
+        "if type(value) is not kind and not",
+        "if not isinstance(value, kind) and not",
         (TYPES,),
     ),
     Mutation(

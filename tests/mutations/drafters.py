@@ -21,6 +21,20 @@ MUTATIONS = (
         ("tests/unit/test_drafter_folder.py",),
     ),
     Mutation(
+        "t2d is not compared with d2t",
+        "spectrain/drafters/drafter_folder.py",
+        "    if len(different):\n",
+        "    if False:\n",
+        ("tests/unit/test_drafter_folder.py",),
+    ),
+    Mutation(
+        "a drafter's fingerprint of its target is not looked at",
+        "spectrain/drafters/serving_config.py",
+        "            return target.has_revision(self.target_fingerprint)\n",
+        "            return True\n",
+        ("tests/unit/test_serve.py::test_whether_a_drafter_was_trained_for_a_target",),
+    ),
+    Mutation(
         "rotary frequencies rounded with the weights",
         "spectrain/drafters/layers.py",
         "phase = positions.float()[..., None] * self.inv_freq",

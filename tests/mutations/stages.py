@@ -10,6 +10,13 @@ REFUSED = "tests/unit/test_checks.py::test_refused_before_work_starts"
 
 MUTATIONS = (
     Mutation(
+        "serve quotes what was measured with another target",
+        STAGES + "serve.py",
+        "if target.is_target(record.target, record.target_revision)]",
+        "]",
+        ("tests/unit/test_serve.py::test_what_was_measured_with_another_target_says_nothing",),
+    ),
+    Mutation(
         "a finished stage is skipped though its outputs are gone",
         STAGES + "run_dir.py",
         'lacks = lacking() if entry["status"] == "done" else',
@@ -33,7 +40,7 @@ MUTATIONS = (
     Mutation(
         "a changed tuple is compared with a list",
         STAGES + "run_dir.py",
-        'return json.loads(json.dumps({"fixed": dict(self.fixed), "growing": dict(self.growing)}))',
+        'return json.loads(json.dumps(comparable({"fixed": dict(self.fixed), "growing": dict(self.growing)})))',
         'return {"fixed": dict(self.fixed), "growing": dict(self.growing)}',
         (RUN_DIR,),
     ),

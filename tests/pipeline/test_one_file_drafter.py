@@ -126,8 +126,14 @@ def test_a_module_without_a_kind_is_refused(
             "METHOD = Mine()",
             "a kind of drafter has no name",
         ),
+        (
+            "from one_linear_drafter import OneLinearMethod\n\n\nclass Mine(OneLinearMethod):\n    name = 'half'\n"
+            "    from spectrain.drafters.registry import DrafterMethod\n    describe = DrafterMethod.describe\n\n\n"
+            "METHOD = Mine()",
+            "class Mine in no_good_half has no method describe",
+        ),
     ],
-    ids=["syntax", "exit", "class", "nameless"],
+    ids=["syntax", "exit", "class", "nameless", "half"],
 )
 def test_a_module_that_is_no_good_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, text: str, message: str
@@ -176,6 +182,16 @@ def test_kinds_that_ship_read_no_options(
     options = [option for option in arguments if option not in MINE]
     assert cli.main(["fit", *options, "drafter.options.depth=2", f"run.dir={tmp_path / 'run'}", "--dry-run"]) == 2
     assert "drafter.options.depth: drafter.method=eagle3 does not read drafter.options" in capsys.readouterr().err
+
+
+def test_a_kind_says_whether_it_reads_options(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever package it comes from."""
+    assert not any(find_method(name).reads_options for name in ("eagle3", "dflash", "dspark", "dflash2"))
+    monkeypatch.setattr(OneLinearMethod, "reads_options", False)
+    assert cli.main(["fit", *arguments, f"run.dir={tmp_path / 'run'}", "--dry-run"]) == 2
+    assert "drafter.method=one_linear does not read drafter.options" in capsys.readouterr().err
 
 
 def test_a_sweep_over_kinds_refuses_a_key_of_one_of_them_before_the_first_job(

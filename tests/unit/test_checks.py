@@ -119,6 +119,18 @@ def test_a_drafter_that_does_not_fit_the_target(capsys, workplace, command, argu
         ("data.train=broken.jsonl", "broken.jsonl:2:"),
         ("data.train=missing.jsonl", "data.train: no prompt file missing.jsonl"),
         ("target.device=cuda:99", "target.device=cuda:99"),
+        ("suite.name=../../outside", "suite.name=../../outside names files"),
+        ("suite.name=.hidden", "suite.name=.hidden names files"),
+        ("suite.name=" + 101 * "x", "names files: use at most 100 bytes"),
+        ("logger.project=../outside", "logger.project=../outside would lie outside the run directory"),
+        ("logger.project=/tmp/outside", "logger.project=/tmp/outside would lie outside the run directory"),
+        ("target.path=--trust-remote-code", "target.path=--trust-remote-code: a dash in front would be read as an"),
+        ("target.revision=-x", "target.revision=-x: a dash in front"),
+        ("target.name=--x", "target.name=--x: a dash in front"),
+        ("engine.quantization=--x", "engine.quantization=--x: a dash in front"),
+        ("engine.args.tokenizer_mode=--x", "engine.args.tokenizer_mode=--x: a dash in front"),
+        ("engine.args={load_format: [a,--x]}", "engine.args.load_format=--x: a dash in front"),
+        ("engine.environment={A;B: 1}", "engine.environment"),
     ],
 )
 def test_refused_before_work_starts(capsys, workplace, tmp_path, argument, message):

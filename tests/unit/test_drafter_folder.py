@@ -24,12 +24,13 @@ from drafter_tools import (
     tensors_of,
 )
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from spectrain import files
 from spectrain.decoding.proposers import Observation
 from spectrain.decoding.sampling import GREEDY, SamplingParams
 from spectrain.drafters.autoregressive.eagle3 import Eagle3
-from spectrain.drafters.drafter_folder import load_drafter, weights_digest
+from spectrain.drafters.drafter_folder import check_vocab, load_drafter, weights_digest
 from spectrain.drafters.layers import LayerShape, Rotary
 from spectrain.errors import InputError
 from spectrain.files import recover_folder, replace_folder
@@ -272,6 +273,14 @@ def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any])
     save_file(tensors, folder / "model.safetensors")
 
 
+def t2d_but(token: int) -> Tensor:
+    """Whether each token can be drafted, wrong for one of them."""
+    ids = torch.tensor([0, 2, 3, 7, 8, 11, 15, 16, 22])
+    mask_V = torch.zeros(23, dtype=torch.bool).index_fill_(0, ids, True)
+    mask_V[token] ^= True
+    return mask_V
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no configuration": (lambda f: (f / "config.json").unlink(), r"config\.json is missing"),
     "broken configuration": (lambda f: (f / "config.json").write_text("{"), r"config\.json is not valid JSON"),
@@ -312,6 +321,18 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         r"'d2t'.*vocabulary of 23",
     ),
     "a d2t that falls": (lambda f: edit_tensors(f, lambda t: t.update(d2t=t["d2t"].flip(0))), r"'d2t'.*ascending"),
+    "a t2d of another drafter": (
+        lambda f: edit_tensors(f, lambda t: t.update(t2d=torch.arange(23) < 9)),
+        r"'t2d' and 'd2t' disagree on 8 tokens, first on 1:",  # 0, 2, 3, 7 and 8 are in both
+    ),
+    "a t2d that is nearly right": (
+        lambda f: edit_tensors(f, lambda t: t.update(t2d=t2d_but(22))),
+        r"disagree on 1 tokens, first on 22:",
+    ),
+    "a t2d of another target": (
+        lambda f: edit_tensors(f, lambda t: t.update(t2d=torch.ones(24, dtype=torch.bool))),
+        r"'t2d' has \(24,\).*23",
+    ),
     "another vocabulary size": (
         lambda f: edit_config(f, lambda c: c.update(draft_vocab_size=8)),
         r"'d2t' has \(9,\).*8",
@@ -324,6 +345,9 @@ def test_what_does_not_fit_is_named(tmp_path: Path, name: str) -> None:
     folder = save(random_drafter(Options(reduced=True)), tmp_path / "drafter")
     damage, message = DAMAGE[name]
     damage(folder)
+    if name in ("a t2d of another drafter", "a t2d that is nearly right"):  # a server looks at no other weights
+        with pytest.raises(InputError, match=message):
+            check_vocab(folder)
     with pytest.raises(InputError, match=message) as error:
         load_drafter(folder)
     assert str(folder) in str(error.value)

@@ -159,7 +159,8 @@ def exported(drafter: Drafter, folder: Path, *missing: str) -> Path:
         json.dumps({key: value for key, value in config.items() if key not in ("spectrain", *missing)})
     )
     tensors = load_file(folder / "model.safetensors")
-    tensors |= {"embed_tokens.weight": drafter.head.embed_weight.clone(), "t2d": torch.ones(VOCAB, dtype=torch.bool)}
+    t2d = torch.zeros(VOCAB, dtype=torch.bool).index_fill_(0, drafter.vocab.ids_D, True)
+    tensors |= {"embed_tokens.weight": drafter.head.embed_weight.clone(), "t2d": t2d}
     save_file(tensors, folder / "model.safetensors")
     return folder
 

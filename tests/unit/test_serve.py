@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +15,7 @@ import pytest
 import torch
 from drafter_tools import HIDDEN, VOCAB, Options, random_drafter
 from foreign_layouts import eagle3, write
+from safetensors.torch import save_file
 from test_recommend import record
 from tiny import tiny_config, tiny_tokenizer
 
@@ -27,6 +28,8 @@ from spectrain.engines.vllm import args as vllm_options
 from spectrain.errors import ConfigError, InputError
 from spectrain.stages import serve as stage
 from spectrain.stages.serve import serve_command
+from spectrain.target.identity import TargetIdentity
+from spectrain.target.resolve import weights_fingerprint
 
 pytestmark = pytest.mark.vllm  # what is started, and with which arguments, goes by the vLLM that is installed
 
@@ -35,12 +38,13 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @pytest.fixture
 def target(tmp_path) -> Path:
-    """A target's folder as far as `serve` looks into it; the weights are never read."""
+    """A target's folder as far as `serve` looks into it; of the weights it samples a fingerprint."""
     folder = tmp_path / "a target"  # the space has to survive shells
     tiny_config(
         "llama", hidden_size=HIDDEN, vocab_size=VOCAB, num_hidden_layers=7, architectures=["LlamaForCausalLM"]
     ).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
+    (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     return folder
 
 
@@ -283,9 +287,10 @@ def test_a_drafter_for_another_target_is_refused(drafter, target, changes, messa
 def evaluated(run_dir: Path, digest: str, **speedups: float) -> None:
     """An eval/ as the stage writes it: a record and an entry of the manifest for each number of drafts."""
     stages = {}
+    revision = weights_fingerprint(run_dir.parents[1] / "a target")
     for name, speedup in speedups.items():
         n = int(name.removeprefix("n"))
-        path = record(n, speedup=speedup).write(run_dir / "eval")
+        path = record(n, speedup=speedup, target_revision=revision).write(run_dir / "eval")
         stages[f"eval/s-{name}"] = {
             "status": "done",
             "inputs": {"fixed": {"drafter": digest}, "growing": {}},
@@ -330,6 +335,45 @@ def test_damaged_weights_are_not_served_and_a_changed_configuration_is_said(draf
         command(f"drafter.path={drafter}")
 
 
+def test_what_was_measured_with_another_target_says_nothing(drafter, target, capsys):
+    (drafter.parent / "eval").mkdir()
+    evaluated(drafter.parent, drafter_digest(drafter), n2=1.2)
+    save_file({"weight": torch.ones(2)}, target / "model.safetensors")  # trained further since
+    assert speculation(command(f"drafter.path={drafter}"))["num_speculative_tokens"] == 4  # the folder's
+    said = capsys.readouterr().err
+    assert "measured with another target" in said and "1.20x" not in said
+
+
+A, B = "a" * 64, "b" * 64
+
+
+@pytest.mark.parametrize(
+    ("recorded", "revision", "fingerprint", "expected"),
+    [  # what the drafter's folder says: revision, fingerprint, name; then the target that is here
+        ((COMMIT, A, "org/t"), COMMIT, A, True),
+        ((COMMIT, A, "org/t"), A, A, True),  # the same weights, copied from the Hub's folder
+        ((COMMIT, A, "org/t"), B, B, False),
+        ((COMMIT, None, "org/t"), A, A, None),  # a commit and a fingerprint: who knows
+        ((COMMIT, None, "org/t"), 40 * "f", A, False),
+        ((A, None, "/x/t"), A, A, True),
+        ((A, None, "/x/t"), B, B, False),
+        ((COMMIT, A, "org/t"), COMMIT, None, True),  # on the Hub, not here
+        ((COMMIT, A, "org/t"), 40 * "f", None, False),
+        ((None, None, "org/T"), A, A, True),  # by others, who write a name at most
+        ((None, None, "org/other"), A, A, None),
+        ((None, None, None), A, A, True),
+    ],
+)
+def test_whether_a_drafter_was_trained_for_a_target(drafter, recorded, revision, fingerprint, expected):
+    target_revision, target_fingerprint, name = recorded
+    known = {"target_revision": target_revision, "target_fingerprint": target_fingerprint, "target": name}
+    found = dataclasses.replace(read_serving_config(str(drafter)), **known)
+    revisions = frozenset({revision} | ({fingerprint} if fingerprint else set()))
+    here = TargetIdentity("/models/t", "t", revision, revisions, fingerprint and "0123")
+    assert found.belongs_to(here) is expected
+    assert (found.other_target(here) is None) is (expected is True)
+
+
 def test_a_drafter_that_does_not_pay_is_said_to(drafter, capsys):
     (drafter.parent / "eval").mkdir()
     evaluated(drafter.parent, drafter_digest(drafter), n2=0.9)
@@ -352,32 +396,41 @@ def test_a_block_drafter_has_no_more_slots_than_it_was_trained_with(drafter):
 
 @pytest.mark.parametrize("option", ["--print", "--dry-run"])
 def test_printed_commands_are_what_a_shell_would_run(drafter, target, capsys, option, monkeypatch):
+    """What is secret comes from variables of that shell."""
     monkeypatch.setattr(os, "execvpe", lambda *arguments: pytest.fail("a server was about to start"))
-    assert (
-        cli.main(["serve", f"drafter.path={drafter}", "engine.environment.SOME=a b", option, "--", "--port", "1"]) == 0
-    )
-    line = capsys.readouterr().out
+    given = [f"drafter.path={drafter}", "engine.environment.SOME=hidden one", "engine.args.hf_token=hf_abc"]
+    flags = ["--port", "1", "--api-key", "k 1", "k2", "--ssl-key=k3", "--chat-template", "a b"]
+    assert cli.main(["serve", *given, option, "--", *flags]) == 0
+    line, notes = capsys.readouterr()
     assert line.count("\n") == 1
+    for secret in ("hidden one", "hf_abc", "k 1", "k2", "k3"):
+        assert secret not in line + notes
+    variables = {"SOME": "a b", "HF_TOKEN": "t t", "API_KEY": "k", "SSL_KEY": "s s"}
+    assert all(name in notes for name in variables)
     told = subprocess.run(
-        ["bash", "-c", f"set -- {line.strip()}; printf '%s\\n' \"$@\""], capture_output=True, text=True, check=True
+        ["bash", "-c", f"set -- {line.strip()}; printf '%s\\n' \"$@\""],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, **variables},
     )
     words = told.stdout.splitlines()
-    assert words == shlex.split(line)
-    assert "SOME=a b" in words
-    assert str(target) in words
-    assert words[-2:] == ["--port", "1"]
+    assert {"SOME=a b", "HF_TOKEN=t t", str(target)} <= set(words)
+    assert words[-8:] == ["--port", "1", "--api-key", "k", "k", "--ssl-key=s s", "--chat-template", "a b"]
 
 
 def test_serving_replaces_the_process(drafter, monkeypatch):
     """The server gets our terminal, our signals and our place: nothing is left that could outlive it or be outlived."""
     started = []
     monkeypatch.setattr(os, "execvpe", lambda *arguments: started.append(arguments))
-    config = compose([f"drafter.path={drafter}", "engine.environment.SOME=x"])
+    secrets = ["engine.environment.SOME=x", "engine.args.api_key=k", "engine.args.hf_token=t"]
+    config = compose([f"drafter.path={drafter}", *secrets])
     stage.serve(config, [f"drafter.path={drafter}"], ["--port", "1"])
     ((program, arguments, environment),) = started
     assert program == arguments[0] == sys.executable
     assert arguments[-2:] == ["--port", "1"]
-    assert environment["SOME"] == "x"
+    assert [environment[name] for name in ("SOME", "VLLM_API_KEY", "HF_TOKEN")] == ["x", "k", "t"]
+    assert not {"k", "t", "x"} & set(arguments)  # everybody on the machine can read a command line
     assert environment["PATH"] == os.environ["PATH"]
 
 

@@ -4,6 +4,7 @@ is none.
 
 import multiprocessing
 import shutil
+import sys
 import threading
 import time
 from pathlib import Path
@@ -18,7 +19,8 @@ from tiny import tiny_target
 from spectrain.config.schema import TargetConfig
 from spectrain.errors import ConfigError, InputError
 from spectrain.target import bundled, resolve
-from spectrain.target.bundled import install_once
+from spectrain.target.bundled import converted_folder, converted_from, find_gguf, install_once
+from spectrain.target.identity import identify, identify_folder
 from spectrain.target.resolve import locate_target, resolve_target
 
 HUB_ID, COMMIT = "someone/tiny", "0123456789abcdef0123456789abcdef01234567"
@@ -367,3 +369,57 @@ def test_where_locks_do_nothing_the_first_rename_wins(tmp_path):
 
     assert install_once(folder, outrun) == folder
     assert [path.name for path in folder.iterdir()] == ["theirs"]
+
+
+# --- packages that are only named -----------------------------------------------------------------------------------
+
+
+def test_a_package_inside_another_one_is_found_and_nothing_is_imported(tmp_path, monkeypatch):
+    """``importlib.util.find_spec("outer.inner")`` runs outer/__init__.py."""
+    inner = tmp_path / "outer_package" / "inner_one"
+    inner.mkdir(parents=True)
+    ran = tmp_path / "ran"
+    for folder in (inner.parent, inner):
+        (folder / "__init__.py").write_text(f"open({str(ran)!r}, 'w')")
+    (inner / "model.gguf").write_bytes(b"GGUF")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert find_gguf("outer_package.inner-one") == inner / "model.gguf"
+    assert find_gguf("outer_package.nothing.there") is None
+    assert not ran.exists() and "outer_package" not in sys.modules
+
+
+@pytest.mark.parametrize("name", ["", ".", "..a", "a..b", "--index-url=http://x", "a b", "a/b"])
+def test_what_is_no_name_of_a_package_is_refused(name):
+    with pytest.raises(ConfigError, match=r"target\.bundled_package=.* is no name of a package"):
+        find_gguf(name)
+
+
+def test_a_conversion_lies_in_the_cache_whatever_the_target_is_called():
+    assert converted_folder("../../x", 64 * "a").parent == bundled.user_cache() / "targets"
+
+
+# --- one target under several names ---------------------------------------------------------------------------------
+
+
+def test_the_same_weights_have_several_revisions(tmp_path):
+    """A commit where they came from the Hub, a fingerprint wherever they are."""
+    folder = tiny_target("llama", tmp_path / "a")
+    plain = identify(locate_target(TargetConfig(path=str(folder))), "a")
+    commit = "0123456789" * 4
+    snapshot = shutil.copytree(folder, tmp_path / commit)
+    downloaded = identify_folder(snapshot, "org/a", "org/a", commit)
+    assert downloaded.has_revision(plain.revision) and downloaded.has_revision(commit)
+    assert identify_folder(snapshot, "a").has_revision(commit)  # named by its folder in the cache
+    assert not plain.has_revision(commit)
+    assert downloaded.tokenizer == plain.tokenizer is not None
+    other = identify_folder(tiny_target("llama", tmp_path / "b", seed=1), "b")
+    assert not other.has_revision(plain.revision) and other.tokenizer == plain.tokenizer
+
+
+def test_a_conversion_is_known_by_the_gguf_it_was_made_of(tmp_path):
+    digest = "ab12" * 16
+    folder = tiny_target("llama", converted_folder("mine", digest))
+    assert converted_from(folder) == digest[:12]
+    found = identify_folder(folder, "mine")
+    assert found.has_revision(digest) and not found.has_revision("cd34" * 16)
+    assert converted_from(shutil.copytree(folder, tmp_path / folder.name)) is None  # elsewhere a name says nothing

@@ -29,7 +29,7 @@ from spectrain.config.schema import TrainerConfig
 from spectrain.data.packing import PackedBatch
 from spectrain.decoding.proposers import Observation, Proposal
 from spectrain.decoding.sampling import SamplingParams, sample, truncated_log_probs
-from spectrain.drafters.autoregressive.unroll import Columns, by_teacher
+from spectrain.drafters.autoregressive.unroll import Columns, align_to_teachers
 from spectrain.drafters.drafter import Drafter, DraftScores, KeyValueCache, draft_uniforms
 from spectrain.drafters.layers import Rotary
 from spectrain.drafters.losses import LossSums, draft_loss
@@ -79,7 +79,7 @@ class AutoregressiveDrafter(Drafter):
         columns = Columns.build(batch, self.training_steps)
         hidden_KMH = self.unroll(batch, columns)
         weight_KM = columns.weights(self.config.autoregressive.step_decay)
-        students = by_teacher(hidden_KMH, weight_KM, columns, batch.num_tokens)
+        students = align_to_teachers(hidden_KMH, weight_KM, columns, batch.num_tokens)
         sums = draft_loss(
             students.hidden_KUH,
             self.lm_head_DH,
@@ -100,7 +100,7 @@ class AutoregressiveDrafter(Drafter):
     ) -> DraftScores:
         columns = Columns.build(batch, num_tokens)
         hidden_KMH = self.unroll(batch, columns)
-        students = by_teacher(hidden_KMH, columns.valid_KM.float(), columns, batch.num_tokens)
+        students = align_to_teachers(hidden_KMH, columns.valid_KM.float(), columns, batch.num_tokens)
         accept_KU = accept_probability(
             students.hidden_KUH,
             self.lm_head_DH,

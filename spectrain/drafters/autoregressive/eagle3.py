@@ -200,6 +200,7 @@ class Eagle3Method(AutoregressiveMethod):
 
     name = "eagle3"
     label = "EAGLE-3"
+    reads_options = False
     sections = (*AutoregressiveMethod.sections, "eagle3")
     architecture = "Eagle3DraftModel"
     taps_field = "eagle_aux_hidden_state_layer_ids"

@@ -281,7 +281,7 @@ def _full_layer(
 
 
 @dataclass
-class Students:
+class UnrolledOutputs:
     """The unrolled outputs, ordered by teacher position: student (k, u) predicts the token behind position
     ``teacher_U[u]``.
     """
@@ -291,7 +291,7 @@ class Students:
     weight_KU: Tensor  # 0 where there is no such student
 
 
-def by_teacher(hidden_KMH: Tensor, weight_KM: Tensor, columns: Columns, num_tokens: int) -> Students:
+def align_to_teachers(hidden_KMH: Tensor, weight_KM: Tensor, columns: Columns, num_tokens: int) -> UnrolledOutputs:
     """Step k of column t asks the teacher at t + 1 + k, so K students share one teacher: bring them together.
 
     Example, columns 4 and 5 with K = 2: teachers 5, 6, 7; student (0, teacher 5) is column 4, (1, teacher 6) is column
@@ -311,4 +311,4 @@ def by_teacher(hidden_KMH: Tensor, weight_KM: Tensor, columns: Columns, num_toke
         row_U = column_U.clamp(min=0)
         hidden.append(hidden_KMH[k, row_U])
         weight.append(weight_KM[k, row_U] * (column_U >= 0))
-    return Students(teacher_U, torch.stack(hidden), torch.stack(weight))
+    return UnrolledOutputs(teacher_U, torch.stack(hidden), torch.stack(weight))

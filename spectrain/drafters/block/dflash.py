@@ -16,6 +16,7 @@ class DFlashMethod(BlockMethod):
 
     name = "dflash"
     label = "DFlash"
+    reads_options = False
     architecture = "DFlashDraftModel"
     speculative_config = {"method": "dflash"}
     foreign_architectures = ("DFlashDraftModel",)

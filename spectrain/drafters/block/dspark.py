@@ -29,6 +29,7 @@ class DSparkMethod(BlockMethod):
 
     name = "dspark"
     label = "DSpark"
+    reads_options = False
     sections = (*BlockMethod.sections, "dspark")
     architecture = "Qwen3DSparkModel"
     speculative_config = {"method": "dspark"}

@@ -18,6 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from spectrain.config.keys import refuse_dash
 from spectrain.config.overrides import suggest
 from spectrain.config.schema import EngineConfig, TargetConfig
 from spectrain.errors import ConfigError
@@ -36,6 +37,8 @@ _OF_OTHER_KEYS = {
     },
 }
 _MODELOPT_FILE = "hf_quant_config.json"  # how a checkpoint is quantised whose config.json does not say so
+# Arguments that a command line would show to everybody on the machine, and vLLM to its log: the variable for each.
+_SECRET_ARGS = {"hf_token": "HF_TOKEN", "api_key": "VLLM_API_KEY"}
 _NOT_TO_SET = ("kv_transfer_config", "served_model_name", "skip_tokenizer_init")
 
 
@@ -74,7 +77,7 @@ def engine_args(
         folder: the target, a folder or an id of the Hub.
         extra: what the purpose asks for (``speculative_config``, ``kv_transfer_config`` …).
     """
-    given = {**config.args, **(extra or {})}
+    given = {**_without_secrets(config.args), **(extra or {})}
     args: dict[str, Any] = {
         "model": str(folder),
         "dtype": dtype_argument(target.dtype, Path(folder), config.quantization),
@@ -99,6 +102,11 @@ def engine_args(
     args |= {name: value for name, value in optional.items() if value is not None} | given
     _check_length(args["max_model_len"], target.max_length, folder)
     return args
+
+
+def _without_secrets(args: Mapping[str, Any]) -> dict[str, Any]:
+    """``args`` but for those that ``environment`` hands over."""
+    return {name: value for name, value in args.items() if name not in _SECRET_ARGS or not isinstance(value, str)}
 
 
 def dtype_argument(dtype: str, folder: Path, quantization: str | None = None) -> str:
@@ -226,11 +234,12 @@ def argument_names() -> frozenset[str]:
 
 def cli_flags(args: Mapping[str, Any]) -> list[str]:
     """Engine arguments as flags of ``python -m vllm.entrypoints.openai.api_server``. None means vLLM's own default: no
-    flag.
+    flag. Raises ConfigError for a value that would be read as an option.
     """
     flags: list[str] = []
     for name, value in args.items():
         flag = "--" + name.replace("_", "-")
+        refuse_dash(f"vLLM's {flag}", value)
         if value is None:
             continue
         if isinstance(value, bool):
@@ -270,7 +279,10 @@ def environment(config: EngineConfig, part: tuple[int, int] = (0, 1)) -> dict[st
             variables["VLLM_CPU_KVCACHE_SPACE"] = (
                 "4"  # GiB; by itself vLLM takes most of the memory, and a target may be here twice
             )
-    return {**variables, **config.environment}
+    secrets = {
+        variable: config.args[name] for name, variable in _SECRET_ARGS.items() if isinstance(config.args.get(name), str)
+    }
+    return {**variables, **secrets, **config.environment}
 
 
 def _cores() -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import BinaryIO
@@ -21,10 +22,15 @@ _ERROR = re.compile(
 
 
 def open_log(log: Path) -> BinaryIO:
-    """``log``, to be written at its end; the folder is made. Raises RunError if that cannot be."""
+    """``log``, to be written at its end; the folder is made. Raises RunError if that cannot be.
+
+    Its owner alone may read it: what another program writes there may hold secrets.
+    """
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
-        return log.open("ab")
+        descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        os.fchmod(descriptor, 0o600)  # one that was there already, too
+        return os.fdopen(descriptor, "ab")
     except OSError as error:
         raise RunError(
             f"the log {log} cannot be written ({error.strerror}): see to its folder, or use another run.dir"
