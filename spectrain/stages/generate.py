@@ -9,8 +9,10 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict
 
+from spectrain import signals
 from spectrain.console import ProgressBar, say
 from spectrain.data.prompts import Conversation
 from spectrain.data.responses import Response, ResponseStore
@@ -70,13 +72,27 @@ def _generate(context: Context, store: ResponseStore, todo: list[tuple[Conversat
 
         part: list[Response] = []
         part_s = start_s
-        for response in _responses(context, todo, on_tokens):
-            part.append(response)
-            if len(part) >= _PART_RESPONSES or time.monotonic() - part_s > _PART_S:
-                store.append(part)
-                part, part_s = [], time.monotonic()
-            bar.advance(1)
-        store.append(part)
+
+        def keep() -> str:
+            nonlocal part, part_s
+            store.append(part)
+            part, part_s = [], time.monotonic()
+            return f"{len(store.keys() & context.splits.keys())} of {total} responses are stored; {signals.CONTINUES}"
+
+        try:
+            with signals.keeping(keep):
+                for response in _responses(context, todo, on_tokens):
+                    with signals.held():
+                        part.append(response)
+                        if len(part) >= _PART_RESPONSES or time.monotonic() - part_s > _PART_S:
+                            keep()
+                    bar.advance(1)
+                with signals.held():
+                    keep()
+        except BaseException:
+            with signals.held(), suppress(Exception):  # the first error says more
+                keep()
+            raise
 
 
 def _responses(

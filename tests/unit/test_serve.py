@@ -24,7 +24,7 @@ from spectrain.drafters import serving_config as served
 from spectrain.drafters.drafter_folder import save_drafter
 from spectrain.drafters.serving_config import drafter_digest, read_serving_config
 from spectrain.engines.vllm import args as vllm_options
-from spectrain.errors import ConfigError, InputError
+from spectrain.errors import ConfigError, InputError, RunError
 from spectrain.stages import serve as stage
 from spectrain.stages.serve import serve_command
 
@@ -352,7 +352,7 @@ def test_a_block_drafter_has_no_more_slots_than_it_was_trained_with(drafter):
 
 @pytest.mark.parametrize("option", ["--print", "--dry-run"])
 def test_printed_commands_are_what_a_shell_would_run(drafter, target, capsys, option, monkeypatch):
-    monkeypatch.setattr(os, "execvpe", lambda *arguments: pytest.fail("a server was about to start"))
+    monkeypatch.setattr(stage, "_run", lambda *arguments: pytest.fail("a server was about to start"))
     assert (
         cli.main(["serve", f"drafter.path={drafter}", "engine.environment.SOME=a b", option, "--", "--port", "1"]) == 0
     )
@@ -368,17 +368,28 @@ def test_printed_commands_are_what_a_shell_would_run(drafter, target, capsys, op
     assert words[-2:] == ["--port", "1"]
 
 
-def test_serving_replaces_the_process(drafter, monkeypatch):
-    """The server gets our terminal, our signals and our place: nothing is left that could outlive it or be outlived."""
-    started = []
-    monkeypatch.setattr(os, "execvpe", lambda *arguments: started.append(arguments))
+def test_the_server_gets_its_variables_over_ours_and_its_end_is_ours(drafter, monkeypatch, capfd):
+    show = "import os, sys; print(os.environ['SOME'], os.environ['PATH'], *sys.argv[1:]); sys.exit(3)"
+    monkeypatch.setattr(stage, "_server", lambda target: [sys.executable, "-c", show])
     config = compose([f"drafter.path={drafter}", "engine.environment.SOME=x"])
-    stage.serve(config, [f"drafter.path={drafter}"], ["--port", "1"])
-    ((program, arguments, environment),) = started
-    assert program == arguments[0] == sys.executable
-    assert arguments[-2:] == ["--port", "1"]
-    assert environment["SOME"] == "x"
-    assert environment["PATH"] == os.environ["PATH"]
+    with pytest.raises(RunError, match="exit code 3"):
+        stage.serve(config, [f"drafter.path={drafter}"], ["--port", "1"])
+    words = capfd.readouterr().out.split()
+    assert words[:2] == ["x", os.environ["PATH"]]
+    assert words[-2:] == ["--port", "1"]
+
+
+@pytest.mark.parametrize(
+    ("args", "flags", "expected"),
+    [
+        ({}, [], 0),
+        ({"shutdown_timeout": 7}, [], 7),
+        ({"shutdown_timeout": 7}, ["--shutdown-timeout=9", "--port", "1"], 9),
+    ],
+)
+def test_requests_are_finished_where_vllm_is_told_to(drafter, args, flags, expected):
+    config = compose([f"drafter.path={drafter}", *(f"engine.args.{name}={value}" for name, value in args.items())])
+    assert stage._shutdown_s(config, flags) == expected
 
 
 def test_options_of_serve_are_no_options_of_others():
