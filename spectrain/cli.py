@@ -2,9 +2,10 @@
 
     spectrain COMMAND [group=option ...] [key=value ...] [--dry-run] [-m] [--debug] [--help]
 
-Exit codes: 0 done; 2 the configuration or an input is wrong, nothing was started; 1 a failure while running; 130
-interrupted. What a command is and needs, ``config/commands.py`` says. Torch and transformers are imported after the
-configuration has been read, so help and configuration errors come at once.
+Exit codes: 0 done; 2 the configuration or an input is wrong, nothing was started; 1 a failure while running; 143, 129
+and 130 ended by SIGTERM, SIGHUP and SIGINT (``signals.py``). What a command is and needs, ``config/commands.py`` says.
+Torch and transformers are imported after the configuration has been read, so help and configuration errors come at
+once.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
+from spectrain import signals
 from spectrain.config.commands import COMMANDS, SWITCHES, Command, known
 from spectrain.config.overrides import suggest
 from spectrain.config.schema import SpectrainConfig
@@ -109,12 +111,24 @@ def _unknown_option(flag: str, command: Command | None) -> ConfigError:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command line and return its exit code."""
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    """Run one command line and return its exit code.
+
+    Without ``arguments`` it is this process's, whose signals are handled then; else they remain the caller's.
+    """
+    if arguments is None:
+        signals.install()
+        arguments = sys.argv[1:]
+    code = _run(list(arguments))
+    signals.wait_if_ending()
+    return code
+
+
+def _run(arguments: list[str]) -> int:
     debug = "--debug" in arguments
     try:
         return _dispatch(parse(arguments))
     except SpectrainError as error:
+        signals.wait_if_ending()  # whoever was at work for us is gone already
         if debug:
             say_traceback()
         say("error: " + " ".join(str(error).split()))
@@ -123,6 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say("interrupted: finished work is kept, the same command continues")
         return 130
     except Exception as error:
+        signals.wait_if_ending()
         if debug:
             say_traceback()
         full = full_disk(error)  # of a library's writing: ours say it by themselves

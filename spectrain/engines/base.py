@@ -6,7 +6,7 @@ their keys, so the order in which they are finished never matters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Protocol
 
 from spectrain.data.hidden_states import TargetStates
@@ -49,13 +49,19 @@ class Engine(Protocol):
         ...
 
     def capture(
-        self, responses: Sequence[Response], tap_ids: Sequence[int], states_dtype: str = "float32"
+        self,
+        responses: Sequence[Response],
+        tap_ids: Sequence[int],
+        states_dtype: str = "float32",
+        stored: Collection[str] = (),
     ) -> Iterator[TargetStates]:
         """The target's hidden states over responses: taps, last hidden state and log-normalizer, one document at a
         time.
 
         They have the target's own type. ``states_dtype`` is what they will be stored as, for the log-normalizer must
-        belong to the hidden states as they will be read. Raises ``RunError`` before the first document if they are not
+        belong to the hidden states as they will be read. ``stored``: keys of responses that are left out, because they
+        were captured before; an engine that decides itself what runs together runs the others as it would have run them
+        then. Raises ``RunError`` before the first document if they are not
         the target's.
         """
         ...

@@ -24,7 +24,7 @@ batch, A taps.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import create_masks_for_generate
 
+from spectrain import signals
 from spectrain.config.schema import EngineConfig
 from spectrain.data.chat import ChatTemplate
 from spectrain.data.hidden_states import TargetStates, as_stored
@@ -126,11 +127,12 @@ class ResponseGenerator:
                 alive = [b for b, row in enumerate(rows) if not row.finish_reason]
                 rows = [rows[b] for b in alive]
                 cache = _selected(cache, alive)
-            for dialogue in finished:
-                if self._turns.advance(dialogue):
-                    self._enqueue(waiting, dialogue)
-                else:
-                    yield from dialogue.responses(self._sampling)
+            with signals.held():  # what is finished reaches whoever keeps it
+                for dialogue in finished:
+                    if self._turns.advance(dialogue):
+                        self._enqueue(waiting, dialogue)
+                    else:
+                        yield from dialogue.responses(self._sampling)
 
     def _enqueue(self, waiting: list[DrawnDialogue], dialogue: DrawnDialogue) -> None:
         self._turns.begin(dialogue)
@@ -190,14 +192,24 @@ def capture_states(
     tap_ids: tuple[int, ...],
     batch_tokens: int,
     states_dtype: str,
+    stored: Collection[str] = (),
 ) -> Iterator[TargetStates]:
-    """Yields the hidden states of each response, the longest first: if memory does not suffice, that shows at once."""
+    """Yields the hidden states of each response, the longest first: if memory does not suffice, that shows at once.
+
+    Batches are those of all ``responses``; of what is ``stored`` nothing is yielded, and whole batches of it do not
+    run. So a capture that goes on after an interruption computes every document in the company, and to the bit, that it
+    would have had without.
+    """
     ordered = sorted(responses, key=lambda response: (-len(response.input_ids), response.key))
-    for number, batch in enumerate(_batches(ordered, 1 if target.spec.hybrid else batch_tokens)):
+    checked = False
+    for batch in _batches(ordered, 1 if target.spec.hybrid else batch_tokens):
+        if all(response.key in stored for response in batch):
+            continue
         states = _capture_batch(target, head, batch, tap_ids, states_dtype)
-        if number == 0:
+        if not checked:
             check_states(target, head, states)
-        yield from states
+            checked = True
+        yield from (document for document in states if document.key not in stored)
 
 
 def _batches(responses: Sequence[Response], batch_tokens: int) -> Iterator[list[Response]]:
@@ -301,8 +313,13 @@ class HFEngine:
         return generator.run(generator.prepare(conversations, keys))
 
     def capture(
-        self, responses: Sequence[Response], tap_ids: Sequence[int], states_dtype: str = "float32"
+        self,
+        responses: Sequence[Response],
+        tap_ids: Sequence[int],
+        states_dtype: str = "float32",
+        stored: Collection[str] = (),
     ) -> Iterator[TargetStates]:
         # The trainer's head, not the model's: the log-normalizer must be that of the logits the trainer will compute.
         head = TargetHead.from_checkpoint(self.resolved.folder, dtype=torch.float32, device=self.target.device)
-        return capture_states(self.target, head, responses, tuple(tap_ids), self.config.capture_tokens, states_dtype)
+        most = self.config.capture_tokens
+        return capture_states(self.target, head, responses, tuple(tap_ids), most, states_dtype, stored)

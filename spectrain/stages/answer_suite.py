@@ -142,9 +142,16 @@ def simulate_same_prompts(
     if found is None:
         return None
     store, documents = found
-    return simulate_heldout(
-        drafter, store, documents, config.decoding, context.eos_ids, config.trainer.packed_length
-    ).stats
+    with ProgressBar("simulate", total=len(documents), unit="documents") as bar:
+        return simulate_heldout(
+            drafter,
+            store,
+            documents,
+            config.decoding,
+            context.eos_ids,
+            config.trainer.packed_length,
+            advance=bar.advance,
+        ).stats
 
 
 def answer_all(

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
+from spectrain import signals
 from spectrain.console import ProgressBar, say
 from spectrain.data.hidden_states import StoredHiddenStates, bytes_per_token
 from spectrain.data.hidden_states_writer import HiddenStatesWriter
@@ -61,10 +62,7 @@ def capture(context: Context) -> None:
         shard_bytes = min(context.config.hidden_states.shard_bytes, tokens * bytes_per_token(meta))
         with HiddenStatesWriter(run_dir.hidden_states, meta, shard_bytes) as writer:
             context.capturing.adopt_leftovers(writer, responses)
-            done = writer.done_keys()
-            todo = [response for response in responses if response.key not in done]
-            if todo:
-                _capture(context, writer, todo, shard_bytes)
+            _capture(context, writer, responses, shard_bytes)
         store = StoredHiddenStates(run_dir.hidden_states)
         outputs |= {
             "documents": len(store),
@@ -78,14 +76,29 @@ def capture(context: Context) -> None:
     )
 
 
-def _capture(context: Context, writer: HiddenStatesWriter, todo: list[Response], shard_bytes: int) -> None:
-    with ProgressBar("capture", total=sum(len(response.input_ids) for response in todo), unit="tokens") as bar:
+def _capture(context: Context, writer: HiddenStatesWriter, responses: list[Response], shard_bytes: int) -> None:
+    """What the writer's store lacks."""
+    stored = writer.done_keys()
+    todo = [response for response in responses if response.key not in stored]
+    if not todo:
+        return
+    total, left = (sum(len(response.input_ids) for response in some) for some in (responses, todo))
+
+    def keep() -> str:
+        writer.flush()
+        kept = len(writer.done_keys() & context.splits.keys())
+        return f"hidden states of {kept} of {len(responses)} documents are stored; {signals.CONTINUES}"
+
+    with signals.keeping(keep), ProgressBar("capture", total=total, unit="tokens", done=total - left) as bar:
         if context.config.engine.name != "hf":
             context.capturing.shards(writer, todo, shard_bytes, bar.advance)
             return
-        for states in context.engine.capture(todo, context.taps, context.states_dtype):
-            writer.add(states)
+        for states in context.engine.capture(responses, context.taps, context.states_dtype, stored):
+            with signals.held():
+                writer.add(states)
             bar.advance(len(states.input_ids))
+        with signals.held():
+            keep()
 
 
 def verify(context: Context) -> None:

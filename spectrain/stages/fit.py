@@ -169,7 +169,8 @@ def _init_closed_form(drafter: Drafter, store: HiddenStateSource, train: list[in
         for row in pack_rows(lengths, INIT_PACKED_LENGTH, seed=0, epoch=0):
             yield pack_batch([store[train[index]] for index in row])
 
-    with ProgressBar("init", total=100, unit="%") as bar:
+    what = "closed form: regression of the drafter's matrices on the training text"
+    with ProgressBar("init", total=100, unit="%", note=what) as bar:
         positions = drafter.closed_form_init(batches, bar.advance)
     alone = "cannot be solved for with these hidden states (too few?), so the drafter begins with parts of the target"
     note = f"solved at {positions:,} positions of the text" if positions else alone

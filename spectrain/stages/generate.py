@@ -9,8 +9,10 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Callable, Iterator, Set
+from contextlib import suppress
 from dataclasses import asdict
 
+from spectrain import signals
 from spectrain.console import ProgressBar, say
 from spectrain.data.prompts import Conversation
 from spectrain.data.responses import Response, ResponseStore
@@ -80,13 +82,27 @@ def _generate(context: Context, store: ResponseStore, todo: list[tuple[Conversat
             tokens += count
             bar.advance(0, note=f"{tokens / (time.monotonic() - start_s):,.0f} tokens/s")
 
-        part = _Part(store, context.engine.stored_together, context.splits.keys())
-        try:
-            for response in _responses(context, todo, on_tokens):
-                bar.advance(part.add(response))
-            part.close_group()
-        finally:
+        # Greedy answers do not depend on their company, beyond rounding.
+        together = context.engine.stored_together if context.sampling.temperature else 1
+        part = _Part(store, together, context.splits.keys())
+
+        def keep() -> str:
             part.store()
+            return f"{len(store.keys() & context.splits.keys())} of {total} responses are stored; {signals.CONTINUES}"
+
+        try:
+            with signals.keeping(keep):
+                for response in _responses(context, todo, on_tokens):
+                    with signals.held():
+                        complete = part.add(response)
+                    bar.advance(complete)
+                with signals.held():
+                    part.close_group()
+                    part.store()
+        except BaseException:
+            with signals.held(), suppress(Exception):  # the first error says more
+                part.store()
+            raise
 
 
 class _Part:

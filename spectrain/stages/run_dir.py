@@ -28,6 +28,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
+from spectrain import signals
 from spectrain.console import say
 from spectrain.errors import InputError, RunError, SpectrainError
 from spectrain.files import (
@@ -245,11 +246,17 @@ class RunDir:
         entry: dict[str, Any] = {"status": "running", "inputs": decision.inputs.to_json(), "seconds": elapsed_s}
         self._put(name, entry)
         start_s, outputs = time.monotonic(), dict[str, Any]()
+
+        def interrupted() -> str:
+            self._put(name, entry | {"seconds": round(elapsed_s + time.monotonic() - start_s, 3)})
+            return f"{name} is not finished, everything before it is kept; {signals.CONTINUES}"
+
         try:
-            yield outputs
+            with signals.keeping(interrupted):
+                yield outputs
         except BaseException:
             with suppress(SpectrainError):  # on a full disk there is more to say than that this was not noted either
-                self._put(name, entry | {"seconds": round(elapsed_s + time.monotonic() - start_s, 3)})
+                interrupted()
             raise
         digest = hashlib.sha256(json.dumps(entry["inputs"], sort_keys=True).encode()).hexdigest()
         seconds = round(elapsed_s + time.monotonic() - start_s, 3)
@@ -264,9 +271,10 @@ class RunDir:
         return (self.manifest()["stages"].get(name) or {}).get("outputs", {})
 
     def _put(self, name: str, entry: Mapping[str, Any]) -> None:
-        manifest = self.manifest()
-        manifest["stages"][name] = dict(entry)
-        self._write_manifest(manifest)
+        with signals.held():
+            manifest = self.manifest()
+            manifest["stages"][name] = dict(entry)
+            self._write_manifest(manifest)
 
     def _remove_outputs(self, name: str) -> None:
         if "/" in name:  # a part is written anew over its old file

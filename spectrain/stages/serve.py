@@ -1,22 +1,26 @@
 """``spectrain serve``: vLLM's server with a target and a drafter, as measured; or its command, to be started elsewhere.
 
-The server replaces this process (``exec``): it has the terminal, gets every signal itself, and its exit code is ours.
-Whatever vLLM can do for those who serve (context length, sampling defaults of the target, addresses, keys) stays as
-vLLM has it; what this command knows better is the drafter, its method, how many tokens to draft, and the engine's
-settings.
+The server runs under a guard (``engines/vllm/guard.py``), so that nothing of it is left when this command ends, by
+itself or by a signal, even if it is killed. A signal ends the server in a second; where ``--shutdown-timeout`` says
+that requests under way are to be finished, that is waited for. Whatever vLLM can do for those who serve (context
+length, sampling defaults of the target, addresses, keys) stays as vLLM has it; what this command knows better is the
+drafter, its method, how many tokens to draft, and the engine's settings.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from spectrain import signals
 from spectrain.config.keys import refuse_dash
 from spectrain.config.schema import SpectrainConfig, TargetConfig
 from spectrain.console import say, stdout
@@ -25,6 +29,7 @@ from spectrain.drafters.drafter_folder import WEIGHTS, check_vocab
 from spectrain.drafters.registry import known_method, load_module
 from spectrain.drafters.serving_config import ServingConfig, drafter_digest, read_serving_config
 from spectrain.engines.vllm import args as vllm_options
+from spectrain.engines.vllm.guard import guarded
 from spectrain.errors import ConfigError, InputError, RunError
 from spectrain.evaluation.recommend import Recommendation, recommend
 from spectrain.evaluation.records import STAGE_PREFIX, EvaluationRecord, read_record
@@ -45,6 +50,7 @@ _VLLM_DEFAULTS: dict[str, Any] = {
     "data_parallel_size": 1,
     "enforce_eager": False,
 }
+_GRACE_S = 15.0  # beyond that, for a server that ends in order
 _COMMIT = re.compile("[0-9a-f]{40}")
 
 
@@ -92,13 +98,13 @@ def _variable(flag: str) -> str:
 
 
 def serve(config: SpectrainConfig, given: Sequence[str], flags: Sequence[str] = (), print_only: bool = False) -> None:
-    """Become vLLM's server, or print its command.
+    """Run vLLM's server until it ends, or print its command.
 
     Args:
         given: the overrides of the command line; what they name wins over what the drafter and evaluation say.
         flags: for vLLM, as they are.
 
-    Raises ConfigError or InputError before anything is started. Does not return unless ``print_only``.
+    Raises ConfigError or InputError before anything is started; RunError when the server has failed.
     """
     command = serve_command(config, given, flags)
     if print_only:
@@ -107,12 +113,46 @@ def serve(config: SpectrainConfig, given: Sequence[str], flags: Sequence[str] = 
             say(f"note: secrets are not printed: set {', '.join(command.secrets)} where the command is run")
         return
     say(f"serve: {command}")
-    sys.stdout.flush()
-    sys.stderr.flush()
+    code = _run(command, _shutdown_s(config, flags))
+    if code:
+        raise RunError(f"vLLM's server ended with exit code {code}: its last lines above say why")
+
+
+def _run(command: ServeCommand, shutdown_s: float) -> int:
+    """The server's exit code. ``shutdown_s``: how long it may go on when a signal ends this command."""
+    guard = subprocess.Popen(
+        guarded(command.arguments, shutdown_s + _GRACE_S),
+        stdin=subprocess.PIPE,  # its end is the guard's sign that we are gone
+        env={**os.environ, **command.environment},
+        start_new_session=True,  # Ctrl-C is for us
+    )
+
+    def finish() -> str:
+        if shutdown_s and guard.stdin is not None:
+            guard.stdin.close()
+            guard.wait()
+        return "the server has ended"
+
+    def hurry() -> None:
+        if not shutdown_s:
+            guard.terminate()
+            guard.wait()
+
+    takes_back = signals.at_end(hurry)
+    with signals.keeping(finish):
+        code = guard.wait()
+    takes_back()
+    return code
+
+
+def _shutdown_s(config: SpectrainConfig, flags: Sequence[str]) -> float:
+    """Seconds in which vLLM finishes requests when it is told to end; 0 (its default): it drops them."""
+    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+    parser.add_argument("--shutdown-timeout", type=float, default=config.engine.args.get("shutdown_timeout", 0))
     try:
-        os.execvpe(command.arguments[0], command.arguments, {**os.environ, **command.environment})
-    except OSError as error:
-        raise RunError(f"vLLM could not be started ({error})") from error
+        return float(parser.parse_known_args(list(flags))[0].shutdown_timeout)
+    except (argparse.ArgumentError, TypeError, ValueError):
+        return 0.0  # vLLM says what is wrong with it
 
 
 def serve_command(config: SpectrainConfig, given: Sequence[str], flags: Sequence[str] = ()) -> ServeCommand:

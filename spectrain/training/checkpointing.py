@@ -45,7 +45,7 @@ def save_checkpoint(
 
     Raises RunError if it cannot be written; the checkpoint before is kept then.
     """
-    path = folder / f"step-{state['step']:08d}"
+    path = folder / checkpoint_name(state["step"])
     contents = {
         _MODEL: {name: p.detach().cpu().contiguous() for name, p in model.named_parameters()},
         _OPTIMIZER: _optimizer_tensors(model, optimizers),
@@ -71,6 +71,10 @@ def prune_checkpoints(folder: Path, step: int, keep: int) -> None:
     own = [path for path in _checkpoints(folder) if _step(path) <= step]
     for stale in own[:-keep]:
         remove(stale)
+
+
+def checkpoint_name(step: int) -> str:
+    return f"step-{step:08d}"
 
 
 def newest_checkpoint(folder: Path) -> Path | None:

@@ -5,12 +5,17 @@ split into micro-batches and ranks changes nothing. Micro-batches come from a lo
 here waits for the device between them. Before the optimiser moves, the step is checked: a loss that is not finite, or a
 batch in which no position counts, stops the run with a diagnosis. The best drafter is chosen by the simulation's
 acceptance length, the figure a server gives, and is written to its own folder, which checkpoint rotation never touches.
+
+When a signal ends the command, the state after the last whole step is saved, whatever the step under way is at: only
+``_update`` and what is decided by an evaluation change that state, and both are ``held``. So a step of many seconds
+delays nothing and is made again, and an interrupted evaluation is made again before the next step: the end is that of a
+run that was never disturbed.
 """
 
 from __future__ import annotations
 
-import json
 import math
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -21,18 +26,24 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from spectrain import signals
 from spectrain.config.schema import SpectrainConfig
 from spectrain.console import ProgressBar, say
 from spectrain.data.hidden_states import HiddenStateSource
 from spectrain.data.loader import BatchLoader, BatchRequest
 from spectrain.data.packing import Draw, PackedBatch
-from spectrain.decoding.confidence import Calibration, error_per_position
 from spectrain.drafters.drafter import Drafter
 from spectrain.drafters.drafter_folder import save_drafter
 from spectrain.errors import RunError
-from spectrain.files import append_line, check_guarded, plain, read_json_lines, write_atomically
+from spectrain.files import plain
 from spectrain.training.calibrate import calibrate_folder
-from spectrain.training.checkpointing import load_checkpoint, prune_checkpoints, save_checkpoint
+from spectrain.training.checkpointing import (
+    checkpoint_name,
+    load_checkpoint,
+    prune_checkpoints,
+    save_checkpoint,
+)
+from spectrain.training.metrics import append_metrics, keep_metrics_up_to, simulation_metrics
 from spectrain.training.optim import build_optimizers, lr_factor, set_learning_rates
 from spectrain.training.sampler import StepSampler
 from spectrain.training.simulated_acceptance import SimulatedAcceptance, simulate_heldout
@@ -122,27 +133,29 @@ class Trainer:
         self.checkpoint_every = options.checkpoint_every_steps or self.eval_every
         self.best = {"step": 0, "acceptance_length": -1.0}
         self.last_loss = float("nan")
+        self.done = 0  # steps
+        self.evaluated = False  # whether what is due after them has been found out
+        self._saved: tuple[int, bool] | None = None  # (done, evaluated) of the newest checkpoint
+        self._extra: Path | None = None  # a checkpoint that a signal brought about, beside those that are due
 
     def fit(self) -> FitResult:
         """Train to the last step, resuming from the newest checkpoint. Raises RunError on non-finite loss or an
         all-zero mask.
         """
         started = time.monotonic()
-        first, total = self._resume(), self.sampler.total_steps
+        self._resume()
+        first, total = self.done, self.sampler.total_steps
         self._start_trackers()
-        with ProgressBar("fit", total=total, unit="steps", done=first) as bar, self._batches(first) as batches:
-            if first == 0:
-                self._evaluate(0, bar)
+        with (
+            ProgressBar("fit", total=total, unit="steps", done=first) as bar,
+            self._batches(first) as batches,
+            signals.keeping(self._keep),
+        ):
+            if not self.evaluated:
+                self._evaluate_and_save()
             for step in range(first, total):
                 made = self._step(step, batches)
-                self.last_loss = made.sums.loss / made.sums.weight
-                done = step + 1
-                if done % self.config.trainer.log_every_steps == 0 or done == total:
-                    self._log(done, self._step_metrics(step, made))
-                if done % self.eval_every == 0 or done == total:
-                    self._evaluate(done, bar)
-                if done % self.checkpoint_every == 0 or done == total:
-                    self._checkpoint(done)
+                self._evaluate_and_save()
                 bar.advance(1, note=self._note(made))
         self._calibrate(total)
         if self.config.logger.trackers:
@@ -172,7 +185,7 @@ class Trainer:
                 yield BatchRequest(numbers, most, Draw(options.seed, step, numbers, options.packed_length))
 
     def _step(self, step: int, batches: BatchLoader) -> Step:
-        """Gradients of one global batch, checked, then one optimiser step."""
+        """Gradients of one global batch, checked, then one optimiser step and its line of metrics."""
         started, waited_s = time.monotonic(), batches.waited_s
         micro_batches, gathered = self.sampler[step].micro_batches, StepSums()
         for number, documents in enumerate(micro_batches):
@@ -182,6 +195,15 @@ class Trainer:
                 self._backward(batch, gathered, counts=bool(documents))
         sums = gathered.totals(self.accelerator)
         self._check(step, sums)
+        with signals.held():
+            self._update(step, sums)
+            made = Step(sums, time.monotonic() - started, batches.waited_s - waited_s)
+            self.done, self.evaluated, self.last_loss = step + 1, False, sums.loss / sums.weight
+            if self.done % self.config.trainer.log_every_steps == 0 or self.done == self.sampler.total_steps:
+                self._log(self.done, self._step_metrics(step, made))
+        return made
+
+    def _update(self, step: int, sums: StepTotals) -> None:
         # Sums were differentiated; dividing by the global weight (and undoing the mean that data parallelism takes)
         # happens once, here.
         scale = self.accelerator.num_processes / sums.weight
@@ -198,7 +220,6 @@ class Trainer:
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        return Step(sums, time.monotonic() - started, batches.waited_s - waited_s)
 
     def _backward(self, batch: PackedBatch, sums: StepSums, counts: bool) -> None:
         batch = batch.to(self.accelerator.device)
@@ -223,28 +244,37 @@ class Trainer:
                 f"(epoch {self.sampler[step].epoch + 1}, {sums.tokens} tokens)"
             )
 
-    def _evaluate(self, step: int, bar: ProgressBar) -> None:
-        if not self.heldout:
-            self._save_best(step, float("nan"))
-            return
+    def _evaluate_and_save(self) -> None:
+        """What is due after ``self.done`` steps; before the first one, too, an evaluation is."""
+        step, is_last = self.done, self.done == self.sampler.total_steps
+        due = step % self.eval_every == 0 or is_last
+        result, seconds = self._simulate() if due and self.heldout else (None, 0.0)
+        with signals.held():
+            if result is not None:
+                self._log(step, simulation_metrics(result, seconds))
+            if due:
+                length = float("nan") if result is None else result.stats.acceptance_length
+                # Also where there was no round to judge by: the latest, then.
+                if not length <= self.best["acceptance_length"]:
+                    self._save_best(step, length)
+            self.evaluated = True
+            saves = step > 0 and (step % self.checkpoint_every == 0 or is_last)
+            if saves and self.accelerator.is_main_process:
+                self._checkpoint()
+        if saves:
+            self.accelerator.wait_for_everyone()
+
+    def _simulate(self) -> tuple[SimulatedAcceptance, float]:
+        """Acceptance on the held-out documents, and the seconds that it took."""
         started = time.monotonic()
         self.drafter.eval()
-        options, most, simulated = self.config, self.drafter.training_steps, 0.0
-
-        def advance(documents: float) -> None:
-            nonlocal simulated
-            simulated += documents
-            bar.advance(0, note=f"simulate: {simulated:.0f} of {len(self.heldout)} documents")
-
+        options, most = self.config, self.drafter.training_steps
         packed_length = options.trainer.packed_length
-        result = simulate_heldout(
-            self.drafter, self.source, self.heldout, options.decoding, self.eos_ids, packed_length, most, advance
-        )
+        with ProgressBar("simulate", total=len(self.heldout), unit="documents") as bar:
+            common = (self.source, self.heldout, options.decoding, self.eos_ids, packed_length, most)
+            result = simulate_heldout(self.drafter, *common, advance=bar.advance)
         self.drafter.train()
-        self._log(step, simulation_metrics(result, time.monotonic() - started))
-        length = result.stats.acceptance_length
-        if not length <= self.best["acceptance_length"]:  # also where there was no round to judge by: the latest, then
-            self._save_best(step, length)
+        return result, time.monotonic() - started
 
     def _calibrate(self, step: int) -> None:
         """Let the best drafter's confidence head, where it has one, say what happens on all held-out documents."""
@@ -273,31 +303,54 @@ class Trainer:
                 **{**self.folder_metadata, "metadata": facts},
             )
 
-    def _checkpoint(self, step: int) -> None:
-        if self.accelerator.is_main_process:
-            state = {
-                "step": step,
-                "best": self.best,
-                "last_loss": self.last_loss,
-                "world_size": self.accelerator.num_processes,
-            }
-            save_checkpoint(
-                self.paths.checkpoints, self.drafter, self.optimizers, state, self.config.trainer.keep_checkpoints
-            )
-        self.accelerator.wait_for_everyone()
+    def _checkpoint(self, extra: bool = False) -> None:
+        """Save the state. ``extra``: not because it is due; then the next one takes its place, and none that is due
+        has to go for it.
+        """
+        name, old = checkpoint_name(self.done), self._extra
+        replaces = old is not None and old.name != name
+        keep = self.config.trainer.keep_checkpoints + extra + replaces
+        state = {
+            "step": self.done,
+            "best": self.best,
+            "last_loss": self.last_loss,
+            "world_size": self.accelerator.num_processes,
+            "evaluated": self.evaluated,
+            "extra": extra,
+        }
+        path = save_checkpoint(self.paths.checkpoints, self.drafter, self.optimizers, state, keep)
+        if old is not None and replaces:
+            shutil.rmtree(old, ignore_errors=True)
+        self._extra = path if extra else None
+        self._saved = (self.done, self.evaluated)
 
-    def _resume(self) -> int:
+    def _keep(self) -> str:
+        """A signal ends the command: save what the steps so far have made. One rank alone does it, without the others:
+        after an update all of them have the same.
+        """
+        if not self.accelerator.is_main_process:
+            return ""
+        if self.done and self._saved != (self.done, self.evaluated):
+            self._checkpoint(extra=True)
+        for tracker in self.accelerator.trackers:
+            getattr(tracker.tracker, "flush", lambda: None)()  # TensorBoard's writes every two minutes
+        return f"fit keeps {self.done} of {self.sampler.total_steps} steps; {signals.CONTINUES}"
+
+    def _resume(self) -> None:
         state = load_checkpoint(self.paths.checkpoints, self.drafter, self.optimizers)
-        step = 0 if state is None else int(state["step"])
         if state is not None:
+            self.done = int(state["step"])
             self.best = state["best"]
             self.last_loss = state["last_loss"]
-            say(f"fit: resuming after step {step} of {self.sampler.total_steps}")
+            self.evaluated = state.get("evaluated", True)
+            self._saved = (self.done, self.evaluated)
+            self._extra = self.paths.checkpoints / checkpoint_name(self.done) if state.get("extra") else None
+            say(f"fit: resuming after step {self.done} of {self.sampler.total_steps}")
         if self.accelerator.is_main_process:
             # Of a kill while older ones were removed there may be one too many.
-            prune_checkpoints(self.paths.checkpoints, step, self.config.trainer.keep_checkpoints)
-            _keep_metrics_up_to(self.paths.metrics, -1 if state is None else step)
-        return step
+            keep = self.config.trainer.keep_checkpoints + (self._extra is not None)
+            prune_checkpoints(self.paths.checkpoints, self.done, keep)
+            keep_metrics_up_to(self.paths.metrics, -1 if state is None else self.done, self.evaluated)
 
     def _start_trackers(self) -> None:
         if self.config.logger.trackers:
@@ -327,37 +380,8 @@ class Trainer:
 
     def _log(self, step: int, values: dict[str, Any]) -> None:
         if self.accelerator.is_main_process:
-            check_guarded(self.paths.metrics)
-            self.paths.metrics.parent.mkdir(parents=True, exist_ok=True)
-            append_line(self.paths.metrics, json.dumps(plain({"step": step, **values})))
+            append_metrics(self.paths.metrics, step, values)
         if self.config.logger.trackers:
             self.accelerator.log(
                 {key: value for key, value in values.items() if isinstance(value, int | float)}, step=step
             )
-
-
-def simulation_metrics(result: SimulatedAcceptance, seconds: float) -> dict[str, Any]:
-    """What an evaluation logs."""
-    return {
-        "simulated_acceptance_length": result.stats.acceptance_length,
-        "simulated_interval": result.stats.interval,
-        "simulated_acceptance_per_position": list(result.stats.acceptance_per_position),
-        "simulated_rounds": result.stats.rounds,
-        "simulated_acceptance_length_by_n": {str(n): length for n, length in enumerate(result.length_by_n, start=1)},
-        "simulation_s": seconds,
-        **(
-            {}
-            if result.confidence is None
-            else {"confidence_error": error_per_position(result.confidence, Calibration())}
-        ),
-    }
-
-
-def _keep_metrics_up_to(path: Path, step: int) -> None:
-    """Drop lines of what will run again after a resume (later steps, the calibration), and a last line that a kill cut
-    short.
-    """
-    if path.exists():
-        entries = [entry for entry in read_json_lines(path) if isinstance(entry.get("step"), int)]
-        kept = [entry for entry in entries if entry["step"] <= step and "confidence_temperatures" not in entry]
-        write_atomically(path, "".join(json.dumps(entry) + "\n" for entry in kept))

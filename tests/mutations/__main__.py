@@ -38,6 +38,7 @@ import decoding
 import drafters
 import engines
 import evaluation
+import signals
 import stages
 import targets
 import training
@@ -47,7 +48,10 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 COPIED, LINKED = ("spectrain", "tests"), ("conf", "data_gen", "recipes", "eval", "docs", "README.md", "pyproject.toml")
 TIMEOUT_S = 600
-AREAS = (autoregressive, block, drafters, decoding, data, engines, training, evaluation, stages, config, targets)
+AREAS = (
+    *(autoregressive, block, drafters, decoding, data, engines, training, evaluation, stages, config, targets),
+    signals,
+)
 BY_AREA = {area.__name__: area.MUTATIONS for area in AREAS}
 
 

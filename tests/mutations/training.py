@@ -65,7 +65,7 @@ MUTATIONS = (
     ),
     Mutation(
         "metrics of repeated steps kept twice",
-        TRAINING + "trainer.py",
+        TRAINING + "metrics.py",
         'if entry["step"] <= step and',
         'if entry["step"] <= 10**9 and',
         (RESUME,),

@@ -25,7 +25,7 @@ from spectrain.drafters import serving_config as served
 from spectrain.drafters.drafter_folder import save_drafter
 from spectrain.drafters.serving_config import drafter_digest, read_serving_config
 from spectrain.engines.vllm import args as vllm_options
-from spectrain.errors import ConfigError, InputError
+from spectrain.errors import ConfigError, InputError, RunError
 from spectrain.stages import serve as stage
 from spectrain.stages.serve import serve_command
 from spectrain.target.identity import TargetIdentity
@@ -397,7 +397,7 @@ def test_a_block_drafter_has_no_more_slots_than_it_was_trained_with(drafter):
 @pytest.mark.parametrize("option", ["--print", "--dry-run"])
 def test_printed_commands_are_what_a_shell_would_run(drafter, target, capsys, option, monkeypatch):
     """What is secret comes from variables of that shell."""
-    monkeypatch.setattr(os, "execvpe", lambda *arguments: pytest.fail("a server was about to start"))
+    monkeypatch.setattr(stage, "_run", lambda *arguments: pytest.fail("a server was about to start"))
     given = [f"drafter.path={drafter}", "engine.environment.SOME=hidden one", "engine.args.hf_token=hf_abc"]
     flags = ["--port", "1", "--api-key", "k 1", "k2", "--ssl-key=k3", "--chat-template", "a b"]
     assert cli.main(["serve", *given, option, "--", *flags]) == 0
@@ -419,19 +419,31 @@ def test_printed_commands_are_what_a_shell_would_run(drafter, target, capsys, op
     assert words[-8:] == ["--port", "1", "--api-key", "k", "k", "--ssl-key=s s", "--chat-template", "a b"]
 
 
-def test_serving_replaces_the_process(drafter, monkeypatch):
-    """The server gets our terminal, our signals and our place: nothing is left that could outlive it or be outlived."""
-    started = []
-    monkeypatch.setattr(os, "execvpe", lambda *arguments: started.append(arguments))
+def test_the_server_gets_its_variables_over_ours_and_its_end_is_ours(drafter, monkeypatch, capfd):
+    names = ("SOME", "VLLM_API_KEY", "HF_TOKEN", "PATH")
+    show = f"import os, sys; print(*(os.environ[name] for name in {names}), *sys.argv[1:]); sys.exit(3)"
+    monkeypatch.setattr(stage, "_server", lambda target: [sys.executable, "-c", show])
     secrets = ["engine.environment.SOME=x", "engine.args.api_key=k", "engine.args.hf_token=t"]
     config = compose([f"drafter.path={drafter}", *secrets])
-    stage.serve(config, [f"drafter.path={drafter}"], ["--port", "1"])
-    ((program, arguments, environment),) = started
-    assert program == arguments[0] == sys.executable
-    assert arguments[-2:] == ["--port", "1"]
-    assert [environment[name] for name in ("SOME", "VLLM_API_KEY", "HF_TOKEN")] == ["x", "k", "t"]
-    assert not {"k", "t", "x"} & set(arguments)  # everybody on the machine can read a command line
-    assert environment["PATH"] == os.environ["PATH"]
+    with pytest.raises(RunError, match="exit code 3"):
+        stage.serve(config, [f"drafter.path={drafter}"], ["--port", "1"])
+    words = capfd.readouterr().out.split()
+    assert words[:4] == ["x", "k", "t", os.environ["PATH"]]
+    assert words[-2:] == ["--port", "1"]
+    assert not {"k", "t", "x"} & set(words[4:])  # everybody on the machine can read a command line
+
+
+@pytest.mark.parametrize(
+    ("args", "flags", "expected"),
+    [
+        ({}, [], 0),
+        ({"shutdown_timeout": 7}, [], 7),
+        ({"shutdown_timeout": 7}, ["--shutdown-timeout=9", "--port", "1"], 9),
+    ],
+)
+def test_requests_are_finished_where_vllm_is_told_to(drafter, args, flags, expected):
+    config = compose([f"drafter.path={drafter}", *(f"engine.args.{name}={value}" for name, value in args.items())])
+    assert stage._shutdown_s(config, flags) == expected
 
 
 def test_options_of_serve_are_no_options_of_others():

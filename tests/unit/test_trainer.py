@@ -179,7 +179,7 @@ def test_nothing_is_read_from_the_device_between_micro_batches(tmp_path: Path, m
         monkeypatch.setattr(Tensor, name, spy)
     drafter = random_drafter(OPTIONS)
     texts = [random_document("0001111", 3, i, drafter.head) for i in range(8)]
-    config = trainer_config(packed_length=7, gradient_accumulation=4, epochs=1, log_every_steps=100)
+    config = trainer_config(packed_length=7, gradient_accumulation=4, epochs=2, log_every_steps=100)
     trainer = make_trainer(tmp_path, drafter, MemoryStore(texts), config)
     backward = trainer.accelerator.backward
     monkeypatch.setattr(trainer.accelerator, "backward", lambda loss: (events.append("backward"), backward(loss)))

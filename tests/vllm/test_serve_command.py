@@ -166,10 +166,10 @@ def check_that_it_runs_what_it_was_told(server: Server) -> None:
 
 
 def check_that_a_signal_ends_it_and_all_its_processes(server: Server) -> None:
-    """The process that was started is the server itself, so a signal needs nobody to hand it on."""
     children = psutil.Process(server.process.pid).children(recursive=True)
     assert children
     server.process.send_signal(signal.SIGTERM)
-    server.process.wait(60)
+    assert server.process.wait(60) == 143
+    assert b"stopped by SIGTERM: the server has ended" in server.log.read_bytes()
     _, alive = psutil.wait_procs(children, timeout=60)
     assert alive == []

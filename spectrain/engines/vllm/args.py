@@ -269,6 +269,8 @@ def environment(config: EngineConfig, part: tuple[int, int] = (0, 1)) -> dict[st
         if openmp.is_file():
             loaded = os.environ.get("LD_PRELOAD", "")
             variables["LD_PRELOAD"] = loaded if str(openmp) in loaded else f"{openmp}:{loaded}".rstrip(":")
+        # Named here, too, so that a printed command has it.
+        variables["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY", "PASSIVE")
         ranks = config.tensor_parallel_size * config.pipeline_parallel_size * config.data_parallel_size
         cores = _share(_cores(), *part)
         if "OMP_NUM_THREADS" not in os.environ:

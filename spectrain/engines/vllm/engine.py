@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -86,13 +86,18 @@ class VLLMEngine:
         return self._capturing
 
     def capture(
-        self, responses: Sequence[Response], tap_ids: Sequence[int], states_dtype: str = "float32"
+        self,
+        responses: Sequence[Response],
+        tap_ids: Sequence[int],
+        states_dtype: str = "float32",
+        stored: Collection[str] = (),
     ) -> Iterator[TargetStates]:
         """See ``Engine.capture``. The row of a document's last token is zeros. A store is filled faster by
         ``VLLMCapture.shards``.
         """
+        missing = [response for response in responses if response.key not in stored]
         with tempfile.TemporaryDirectory(prefix="spectrain-states-") as folder:
-            yield from self.capturing.documents(tuple(tap_ids), states_dtype, responses, Path(folder))
+            yield from self.capturing.documents(tuple(tap_ids), states_dtype, missing, Path(folder))
 
     def _run(
         self,

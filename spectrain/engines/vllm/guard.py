@@ -4,7 +4,8 @@ spectrain.engines.vllm.guard -- command``.
 A vLLM server is several processes, and they do not notice that the one who wanted them is gone. So a guard sits in
 between: it holds the reading end of a pipe (its stdin) whose only writing end is its parent's. When the pipe closes,
 because the parent says so or because it was killed, the guard ends the command with everything that the command
-started. It does the same when the command's first process ends by itself.
+started. It does the same when the command's first process ends by itself, and in a hurry when it is sent SIGTERM: who
+sends it waits for the end.
 
 The command gets a process group of its own, and orphans of it fall to the guard (as "subreaper"), whatever group they
 moved to. The guard is a session of its own, so that neither Ctrl-C nor a signal to the parent's group reaches it before
@@ -29,6 +30,7 @@ from pathlib import Path
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _POLL_S = 0.1
+_HURRY_S = 0.8  # to end by itself, after SIGTERM
 
 
 def guarded(command: list[str], grace_s: float, scratch: Path | None = None) -> list[str]:
@@ -67,8 +69,8 @@ def _watch(command: list[str], grace_s: float, told: list[int]) -> int:
         while child.poll() is None and not told and not _closed():
             pass
         _signal_group(child.pid, signal.SIGTERM)
-        end_s = time.monotonic() + grace_s
-        while child.poll() is None and time.monotonic() < end_s:
+        start_s = time.monotonic()
+        while child.poll() is None and time.monotonic() - start_s < (min(grace_s, _HURRY_S) if told else grace_s):
             time.sleep(_POLL_S)
     finally:
         _signal_group(child.pid, signal.SIGKILL)

@@ -24,6 +24,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from spectrain import signals
 from spectrain.config.schema import EngineConfig
 from spectrain.console import say
 from spectrain.engines.vllm.args import environment, is_cpu_build
@@ -66,6 +67,7 @@ class VLLMProcess(VLLMClient):
                 text=True,
                 encoding="utf-8",
             )
+        self._takes_back = signals.at_end(self._kill_group)
         os.close(writing)
         threading.Thread(target=self._read, args=(reading,), daemon=True).start()
         try:
@@ -108,6 +110,7 @@ class VLLMProcess(VLLMClient):
         if self._closed:
             return
         self._closed = True
+        self._takes_back()
         with suppress(OSError):
             if self._process.stdin is not None:
                 self._process.stdin.close()

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from spectrain import signals
 from spectrain.decoding.acceptance import Round
 from spectrain.errors import RunError
 
@@ -112,9 +113,11 @@ def completions(client: VLLMClient, requests: Iterable[Request | None]) -> Itera
             under_way += 1
         if under_way == 0:
             return
-        for completion in client.collect(_WAIT_S):
-            under_way -= 1
-            yield completion
+        found = client.collect(_WAIT_S)
+        with signals.held():  # what has come reaches whoever keeps it
+            for completion in found:
+                under_way -= 1
+                yield completion
 
 
 def completions_in_order(

@@ -19,6 +19,7 @@ from typing import Any
 
 import httpx2
 
+from spectrain import signals
 from spectrain.engines.vllm.args import cli_flags
 from spectrain.engines.vllm.guard import guarded
 from spectrain.engines.vllm.logs import last_errors, open_log
@@ -60,6 +61,7 @@ class ServerProcess:
         self._log_start = 0  # bytes of the log that an earlier start wrote
         self._lock = threading.Lock()
         self._is_over = False
+        self._takes_back = lambda: None
 
     @property
     def socket(self) -> Path:
@@ -72,6 +74,8 @@ class ServerProcess:
             if self._is_over:
                 raise RunError(f"{self.name} is being stopped")
             self._start()
+            self._takes_back()
+            self._takes_back = signals.at_end(self._hurry)
 
     def _start(self) -> None:
         with open_log(self.log) as log:
@@ -91,6 +95,11 @@ class ServerProcess:
     def exit_code(self) -> int | None:
         """None while the server runs."""
         return None if self._guard is None else self._guard.poll()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it was told to end, for good."""
+        return self._is_over
 
     def wait_ready(self, end_s: float) -> None:
         """Wait until it serves, until ``end_s`` of the monotonic clock. Raises RunError, with the log's last errors, if
@@ -138,6 +147,14 @@ class ServerProcess:
         """``end``, and wait for it. Safe to call twice."""
         self.end()
         self._stop()
+        self._takes_back()
+
+    def _hurry(self) -> None:
+        """``stop``, in a second or so."""
+        self.end()
+        if self._guard is not None:
+            self._guard.terminate()
+            self._guard.wait()
 
     def _tell_end(self) -> None:
         if self._guard is not None and self._guard.stdin is not None:

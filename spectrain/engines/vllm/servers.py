@@ -289,7 +289,7 @@ class ServerPool(VLLMClient):
         """Notice at once that a process has ended, not when its requests have failed to the end."""
         while True:
             await asyncio.sleep(_WATCH_S)
-            if endpoint.up and server.exit_code is not None:
+            if endpoint.up and server.exit_code is not None and not server.is_over:
                 self._mark_dead(endpoint, f"exit code {server.exit_code}")
 
     def _mark_dead(self, endpoint: Endpoint, reason: str) -> None:

@@ -1,0 +1,196 @@
+"""The signals that end a command: SIGTERM (a scheduler, ``kill``), SIGHUP (a closed terminal), SIGINT (Ctrl-C).
+
+What is on disk is whole at every moment (``files.py``), so a command may end anywhere. What is only in memory yet, a
+stage declares with ``keeping``; when a signal comes it is written, one line says what was kept, and the exit code is
+128 and the signal's number.
+
+**Who does that.** Python runs signal handlers in the main thread, and only between two of its own instructions; there
+the target may be in a pass of many seconds. So the system's handler only writes the signal's number into a pipe, and a
+thread of its own does the rest. The main thread is not interrupted, hence no library sees an exception where it
+expects none, but it must not change what is being written: it changes that only inside ``held``, which the thread waits
+for, and which does not begin any more once a signal has come.
+
+**How long it takes.** As long as writing takes what was declared, which is little: answers of the last seconds, at most
+one shard of hidden states, a checkpoint of a drafter. Where that is more than a second and a half, a line says so, and
+another signal then ends the command at once. Everything else (processes that were started, the terminal) gets what is
+left of ``_LIMIT_S``.
+
+A signal that should do something and let the command go on (SIGUSR1, of schedulers) would call the same ``keeping``s.
+
+Standard library only: it works before anything slow is imported.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+# From the signal to the end, where nothing takes long to be written; and what is left for the rest where it does.
+_LIMIT_S, _LEAST_S = 1.6, 0.2
+# Another signal so much later is meant: a closed terminal sends two.
+_AGAIN_S = 1.0
+CONTINUES = "the same command continues"
+
+# Brings to disk what is only in memory, and says in a line what is kept now.
+Keep = Callable[[], str]
+
+_exiting = threading.Lock()
+_lock = threading.RLock()  # held while what is to be kept changes, and from the signal to the end
+_here = threading.local()  # .depth: how many ``held`` this thread is inside
+_keeps: list[Keep] = []
+_ends: list[Callable[[], None]] = []
+_before_last_line: list[Callable[[], None]] = []
+_number: int | None = None  # of the signal that is ending this process
+
+
+# --- for stages ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def keeping(keep: Keep) -> Iterator[None]:
+    """Inside, ``keep`` is called when a signal ends the command, in another thread, while no ``held`` is running.
+
+    Of several, the innermost is called first, and its words are those that the user reads.
+    """
+    _keeps.append(keep)
+    try:
+        yield
+    finally:
+        with held():
+            _keeps.remove(keep)
+
+
+@contextmanager
+def held() -> Iterator[None]:
+    """Around what must happen whole or not at all: a change of what ``keeping`` would write, and writing itself. May be
+    nested.
+
+    Does not begin, and does not return, once a signal has come: the process ends meanwhile.
+    """
+    wait_if_ending()
+    with _lock:
+        _here.depth = _depth() + 1
+        try:
+            yield
+        finally:
+            _here.depth -= 1
+    wait_if_ending()
+
+
+def at_end(end: Callable[[], None]) -> Callable[[], None]:
+    """``end`` is called when a signal ends the command: it ends a process that was started. It may be cut short and
+    must be safe to call beside whatever this thread does. Returns what takes that back.
+    """
+    _ends.append(end)
+    return lambda: _ends.remove(end) if end in _ends else None
+
+
+def before_last_line(leave: Callable[[], None]) -> None:
+    """``leave`` puts the terminal in order, before the line that says what was kept is written there."""
+    _before_last_line.append(leave)
+
+
+def wait_if_ending() -> None:
+    """Does not return once a signal has come; except inside ``held``, which is to finish."""
+    if _number is not None and not _depth():
+        threading.Event().wait()
+
+
+def _depth() -> int:
+    return getattr(_here, "depth", 0)
+
+
+# --- for the command line --------------------------------------------------------------------------------------------
+
+
+def install() -> None:
+    """From now on these signals end this process in the way described above. Main thread only.
+
+    A signal that is ignored stays ignored: so ``nohup`` and a shell's background jobs say it.
+    """
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    for number in ENDING:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            # Any handler of Python's makes the number go into the pipe.
+            signal.signal(number, lambda number, frame: None)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    threading.Thread(target=_watch, args=(reading,), name="signals", daemon=True).start()
+
+
+def _watch(reading: int) -> None:
+    global _number
+    came_s = 0.0
+    while True:
+        for number in os.read(reading, 64):
+            if number not in ENDING:
+                continue  # handled by others, such as torch
+            if _number is None:
+                _number, came_s = number, time.monotonic()
+                threading.Thread(target=_end, args=(number, came_s), name="ending", daemon=True).start()
+            elif time.monotonic() - came_s > _AGAIN_S:
+                _exit(f"{signal.Signals(number).name} again: what was on disk is kept; {CONTINUES}")
+
+
+def _end(number: int, came_s: float) -> None:
+    name = signal.Signals(number).name
+    ends = [threading.Thread(target=end, daemon=True) for end in _ends]
+    for thread in ends:
+        thread.start()
+    long = f"{name}: finishing what is under way; another signal ends the command without it"
+    notice = _after(came_s + _LIMIT_S, _say, long)
+    with _lock:
+        _here.depth = 1  # what is called may hold as well
+        kept = _keep_all()
+        notice.cancel()
+        words = f"stopped by {name}: {kept}"
+        limit_s = max(came_s + _LIMIT_S, time.monotonic() + _LEAST_S)
+        _after(limit_s, _exit, words)  # from here on nothing can be lost
+        for thread in ends:
+            thread.join(max(0.0, limit_s - time.monotonic()))
+        for leave in _before_last_line:
+            with suppress(Exception):
+                leave()
+        _exit(words)
+
+
+def _keep_all() -> str:
+    words = ""
+    for keep in reversed(_keeps):
+        try:
+            said = keep()
+        except Exception as error:  # a full disk: the line says so, and the command ends all the same
+            said = f"what was not on disk yet is lost ({' '.join(str(error).split()) or type(error).__name__})"
+        words = words or said
+    return words or f"what was finished is kept; {CONTINUES}"
+
+
+def _after(end_s: float, call: Callable[[str], None], words: str) -> threading.Timer:
+    timer = threading.Timer(max(0.0, end_s - time.monotonic()), call, [words])
+    timer.daemon = True
+    timer.start()
+    return timer
+
+
+def _exit(words: str) -> None:
+    """The last line, and the end: without unwinding, for the main thread may be anywhere."""
+    assert _number is not None
+    if _exiting.acquire(blocking=False):
+        # Whoever reads the line may have stopped to do so.
+        threading.Timer(_LEAST_S, os._exit, [128 + _number]).start()
+        _say(words)
+        os._exit(128 + _number)
+
+
+def _say(words: str) -> None:
+    """Past all locks of those who print."""
+    if os.environ.get("RANK", "0") != "0":
+        return  # of several processes one speaks
+    over = "\r\x1b[K" if os.isatty(2) else ""  # a "^C"
+    with suppress(OSError):  # the terminal may be closed
+        os.write(2, f"{over}{words}\n".encode())

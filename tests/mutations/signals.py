@@ -1,0 +1,51 @@
+"""What signals keep, and that what goes on after one ends as it would have."""
+
+from mutation import Mutation
+
+SIGNALS = "tests/unit/test_signals.py"
+STOPS = "tests/pipeline/test_stops.py"
+
+MUTATIONS = (
+    Mutation(
+        "a signal does not wait for a change under way",
+        "spectrain/signals.py",
+        "    with _lock:\n        _here.depth = _depth() + 1",
+        "    with threading.RLock():\n        _here.depth = _depth() + 1",
+        (f"{SIGNALS}::test_a_change_under_way_is_finished_first",),
+    ),
+    Mutation(
+        "an error of what was ended is reported",
+        "spectrain/cli.py",
+        "        signals.wait_if_ending()  # whoever was at work for us is gone already\n",
+        "",
+        (f"{SIGNALS}::test_errors_of_what_was_ended_are_not_reported",),
+    ),
+    Mutation(
+        "nohup is overruled",
+        "spectrain/signals.py",
+        "if signal.getsignal(number) is not signal.SIG_IGN:",
+        "if True:",
+        (f"{SIGNALS}::test_an_ignored_signal_stays_ignored",),
+    ),
+    Mutation(
+        "finished answers are lost with a signal",
+        "spectrain/stages/generate.py",
+        "            with signals.keeping(keep):\n",
+        "            with signals.keeping(lambda: ''):\n",
+        (f"{STOPS}::test_every_stage_of_a_run",),
+    ),
+    Mutation(
+        "an interrupted evaluation counts as made",
+        "spectrain/training/trainer.py",
+        "self.done, self.evaluated, self.last_loss = step + 1, False,",
+        "self.done, self.evaluated, self.last_loss = step + 1, True,",
+        (f"{STOPS}::test_training_goes_on_exactly",),
+    ),
+    Mutation(
+        "a capture that goes on runs other batches",
+        "spectrain/stages/capture.py",
+        "context.engine.capture(responses, context.taps, context.states_dtype, stored)",
+        "context.engine.capture(todo, context.taps, context.states_dtype, stored)",
+        (f"{STOPS}::test_every_stage_of_a_run",),
+    ),
+)

@@ -1,0 +1,155 @@
+"""Real signals to a process that has something to keep, wherever its main thread is."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+PATIENCE_S = 30.0
+# Tells that it is ready, and what it keeps, through files of the folder that it is given.
+BEGIN = """
+import os, pathlib, subprocess, sys, threading, time
+from spectrain import signals
+folder = pathlib.Path(sys.argv[1])
+def ready():
+    (folder / "ready").touch()
+def keep():
+    (folder / "kept").write_text("whole")
+    return "3 of 7 answers are stored"
+signals.install()
+"""
+WAITS = "ready()\n    threading.Event().wait()"
+KEEPS = f"{BEGIN}\nwith signals.keeping(lambda: 'outer'), signals.keeping(keep):\n    "
+
+
+def start(tmp_path, script, **how):
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path)], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **how
+    )
+    wait_for(tmp_path / "ready")
+    return process
+
+
+def wait_for(path):
+    end_s = time.monotonic() + PATIENCE_S
+    while not path.exists():
+        assert time.monotonic() < end_s, f"{path.name} never came"
+        time.sleep(0.01)
+
+
+def end(process, *numbers):
+    for number in numbers:
+        process.send_signal(number)
+    _, err = process.communicate(timeout=PATIENCE_S)
+    return process.returncode, err
+
+
+@pytest.mark.parametrize(
+    ("name", "code"), [("SIGTERM", 143), ("SIGHUP", 129), ("SIGINT", 130)], ids=["SIGTERM", "SIGHUP", "SIGINT"]
+)
+def test_what_is_in_memory_is_kept_and_one_line_says_so(tmp_path, name, code):
+    """The main thread waits where it never comes back to Python, as in a long pass of the target."""
+    process = start(tmp_path, KEEPS + "ready()\n    lock = threading.Lock(); lock.acquire(); lock.acquire()")
+    found, err = end(process, getattr(signal, name))
+    assert found == code
+    assert err == f"stopped by {name}: 3 of 7 answers are stored\n"
+    assert (tmp_path / "kept").read_text() == "whole"
+
+
+def test_a_change_under_way_is_finished_first(tmp_path):
+    """And none begins afterwards."""
+    script = (
+        KEEPS
+        + """values = [0, 0]
+    while True:
+        with signals.held():
+            values[0] += 1
+            ready()
+            time.sleep(0.05)
+            values[1] += 1
+            (folder / "values").write_text(repr(values))
+"""
+    )
+    process = start(tmp_path, script.replace("def keep():", "def keep():\n    time.sleep(0.3)"))
+    assert end(process, signal.SIGTERM)[0] == 143
+    first, second = json.loads((tmp_path / "values").read_text())
+    assert first == second
+    assert (tmp_path / "kept").stat().st_mtime_ns > (tmp_path / "values").stat().st_mtime_ns
+
+
+def test_errors_of_what_was_ended_are_not_reported(tmp_path):
+    """The main thread notices that a child is gone before the process has ended: that is no failure of the run."""
+    script = """
+from spectrain import cli
+def serve(line):
+    child = subprocess.Popen(["sleep", "60"])
+    signals.at_end(child.kill)
+    (folder / "child").write_text(str(child.pid))
+    ready()
+    child.wait()
+    raise cli.SpectrainError("the child is gone")
+cli._dispatch = serve
+slow = lambda: time.sleep(0.5) or ""
+sys.argv = ["spectrain", "fit"]
+with signals.keeping(slow):
+    sys.exit(cli.main())
+"""
+    process = start(tmp_path, BEGIN.replace("signals.install()\n", "") + script)
+    code, err = end(process, signal.SIGTERM)
+    assert (code, err.count("\n")) == (143, 1), err
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "child").read_text()), 0)
+
+
+def test_a_failure_to_keep_is_said(tmp_path):
+    script = KEEPS.replace("signals.keeping(keep)", "signals.keeping(lambda: 1 / 0)") + WAITS
+    code, err = end(start(tmp_path, script), signal.SIGTERM)
+    assert code == 143
+    assert "lost (division by zero)" in err
+
+
+def test_another_signal_does_not_wait_for_what_takes_long(tmp_path):
+    script = KEEPS.replace("(keep)", "(lambda: [ready2(), time.sleep(3600)])").replace(
+        "signals.install()", "signals.install()\ndef ready2(): (folder / 'keeping').touch()"
+    )
+    process = start(tmp_path, script + WAITS)
+    process.send_signal(signal.SIGHUP)
+    wait_for(tmp_path / "keeping")
+    while process.poll() is None:  # closed terminals send two within an instant: only a later one counts
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.1)
+    code, err = end(process)
+    assert code == 129
+    assert "SIGTERM again" in err
+
+
+def test_a_process_that_was_started_is_ended(tmp_path):
+    script = BEGIN + (
+        "child = subprocess.Popen(['sleep', '60'], start_new_session=True)\n"
+        "signals.at_end(lambda: (child.kill(), child.wait()))\n"
+        "forgotten = signals.at_end(lambda: (folder / 'called').touch())\nforgotten(); forgotten()\n"
+        "(folder / 'child').write_text(str(child.pid))\nready()\ntime.sleep(60)"
+    )
+    assert end(start(tmp_path, script), signal.SIGINT)[0] == 130
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "child").read_text()), 0)
+    assert not (tmp_path / "called").exists()
+
+
+def test_an_ignored_signal_stays_ignored(tmp_path):
+    """As under nohup."""
+    process = start(tmp_path, KEEPS + WAITS, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    process.send_signal(signal.SIGHUP)
+    assert end(process, signal.SIGTERM)[0] == 143
+
+
+def test_without_a_terminal_that_reads_it_ends_all_the_same(tmp_path):
+    process = start(tmp_path, KEEPS + WAITS)
+    process.stderr.close()
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(PATIENCE_S) == 129
+    assert (tmp_path / "kept").exists()
