@@ -80,7 +80,7 @@ class TargetModel:
         tokenizer = load_tokenizer(resolved.folder, config.trust_remote_code)
         dtype = choose_dtype(config.dtype, device, spec)
         quantization = readable_quantization(hf_config, resolved.folder)
-        with _loading(resolved.folder):
+        with _loading(resolved.folder, config.name):
             options = {"dtype": dtype, "device_map": {"": device} if device.type != "cpu" else None}
             model = _from_pretrained(resolved.folder, config, hf_config, quantization, options)
         if quantization is not None:
@@ -176,7 +176,7 @@ def check_weights(folder: Path, config: TargetConfig) -> None:
     check_experts(reader)
     if quantization is None:
         _refuse_codes(reader)
-    with _loading(folder):
+    with _loading(folder, config.name):
         _from_pretrained(folder, config, hf_config, quantization, {"dtype": torch.float32, "device_map": _META})
 
 
@@ -226,14 +226,14 @@ def _from_pretrained(
 
 
 @contextmanager
-def _loading(folder: Path) -> Iterator[None]:
+def _loading(folder: Path, name: str) -> Iterator[None]:
     """Inside: no bars, and what transformers raises becomes an ``InputError``."""
     try:
         with quiet_transformers(), redirect_stderr(StringIO()):  # some bars heed no setting
             yield
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         reason = " ".join(str(error).split())[:400]
-        raise InputError(f"the target in {folder} cannot be loaded ({type(error).__name__}: {reason})") from error
+        raise InputError(f"target {name} in {folder} cannot be loaded ({type(error).__name__}: {reason})") from error
 
 
 @torch.no_grad()
