@@ -18,10 +18,10 @@ MUTATIONS = (
         (MASKING,),
     ),
     Mutation(
-        "a secret that changed makes stages run again",
-        "spectrain/masking.py",
-        'compared = MASK if hide_all else f"{MASK} ({_digest(mask_text(str(value)))})"',
-        'compared = f"{MASK} ({_digest(mask_text(str(value)))})"',
+        "a secret is compared as it is, and so written into the manifest",
+        "spectrain/files.py",
+        "return _plain(value, lambda text: text.compared)",
+        "return _plain(value, str)",
         (MASKING,),
     ),
     Mutation(
