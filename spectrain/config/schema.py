@@ -20,6 +20,7 @@ _DEVICES = re.compile(r"auto|cpu|cuda(:\d+)?")
 _COLDEST = 1e-3  # colder is greedy decoding by another name, until float32 overflows
 _SEEDS = 1 << 63  # seeds are below
 _TOP_K = 1 << 31  # vLLM keeps it in 32 bits
+_MOST_DEVICES = 1024  # of one machine: more is a slip
 
 
 def _check_temperature(name: str, value: float | None) -> None:
@@ -163,6 +164,12 @@ class TrainerConfig(Section, name="trainer"):
     max_steps: int | None = key(
         None, "optimizer steps after which training ends; null: epochs decide", at_least=1, example="500"
     )
+    devices: str = key(
+        "1",
+        "processes that train together, one a device; auto: all GPUs here. Where torchrun, accelerate launch "
+        "or srun started this, they decide",
+        example="auto",
+    )
     packed_length: int = key(2048, "tokens of a packed sequence, which holds whole documents", at_least=1)
     micro_batch_size: int = key(1, "packed sequences in one forward pass", at_least=1)
     gradient_accumulation: int = key(1, "forward passes of one optimizer step", at_least=1)
@@ -208,6 +215,12 @@ class TrainerConfig(Section, name="trainer"):
     )
     prefetch_batches: int = key(2, "batches that each of them makes ahead", at_least=1)
     seed: int = key(0, "seed of the order of documents and of what training draws", at_least=0, below=_SEEDS)
+
+    def _check(self) -> None:
+        require(
+            self.devices == "auto" or (self.devices.isdecimal() and 1 <= int(self.devices) <= _MOST_DEVICES),
+            f"trainer.devices={self.devices} must be auto or a number from 1 to {_MOST_DEVICES}",
+        )
 
 
 DraftPolicy = Literal["fixed", "threshold", "scheduler"]

@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,9 @@ from spectrain.errors import RunError
 from spectrain.files import plain, write_atomically
 from spectrain.training.calibrate import calibrate_folder
 from spectrain.training.checkpointing import load_checkpoint, save_checkpoint
+from spectrain.training.distributed import ALONE, Ranks
 from spectrain.training.optim import build_optimizers, lr_factor, set_learning_rates
-from spectrain.training.sampler import StepSampler
+from spectrain.training.sampler import Position, StepSampler
 from spectrain.training.simulated_acceptance import SimulatedAcceptance, simulate_heldout
 from spectrain.training.step_sums import StepSums, StepTotals
 
@@ -87,8 +88,11 @@ class Trainer:
         eos_ids: Sequence[int],
         folder_metadata: dict[str, Any],
         accelerator: Accelerator | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
-        """``folder_metadata`` are keyword arguments of ``save_drafter``: target, target_architectures and metadata."""
+        """``ranks``: the processes that train this drafter together. ``folder_metadata`` are keyword arguments of
+        ``save_drafter``: target, target_architectures and metadata.
+        """
         self.config = config
         self.paths = paths
         self.source = source
@@ -115,13 +119,18 @@ class Trainer:
         self.drafter.temperatures = ()  # those of a drafter that training goes on from are not its own
         self.drafter.attach(drafter.head.to(device))  # again: what was gathered from the head must follow it
         self.optimizers = build_optimizers(self.drafter, options)
+        self.ranks = ranks
         self.model = self.accelerator.prepare_model(self.drafter)
-        lengths = [int(source.lengths[d]) for d in self.train]
-        self.sampler = StepSampler(lengths, options, self.accelerator.process_index, self.accelerator.num_processes)
+        self.sampler = self._sampler(Position())
         self.eval_every = options.eval_every_steps or max(1, self.sampler.steps_per_epoch[0])
         self.checkpoint_every = options.checkpoint_every_steps or self.eval_every
         self.best = {"step": 0, "acceptance_length": -1.0}
         self.last_loss = float("nan")
+
+    def _sampler(self, start: Position) -> StepSampler:
+        lengths = [int(self.source.lengths[d]) for d in self.train]
+        rank, count = self.accelerator.process_index, self.accelerator.num_processes
+        return StepSampler(lengths, self.config.trainer, rank, count, start)
 
     def fit(self) -> FitResult:
         """Train to the last step, resuming from the newest checkpoint. Raises RunError on non-finite loss or an
@@ -238,7 +247,15 @@ class Trainer:
 
         packed_length = options.trainer.packed_length
         result = simulate_heldout(
-            self.drafter, self.source, self.heldout, options.decoding, self.eos_ids, packed_length, most, advance
+            self.drafter,
+            self.source,
+            self.heldout,
+            options.decoding,
+            self.eos_ids,
+            packed_length,
+            most,
+            advance,
+            self.ranks,
         )
         self.drafter.train()
         self._log(step, simulation_metrics(result, time.monotonic() - started))
@@ -250,13 +267,13 @@ class Trainer:
         """Let the best drafter's confidence head, where it has one, say what happens on all held-out documents."""
         if not self.drafter.has_confidence or not self.all_heldout:
             return
-        if self.accelerator.is_main_process:
-            options, head = self.config, self.drafter.head
-            common = (self.source, self.all_heldout, options.decoding, self.eos_ids, options.trainer.packed_length)
-            found = calibrate_folder(self.paths.drafter, head, self.accelerator.device, *common)
-            if found:
-                self._log(step, found)
-        self.accelerator.wait_for_everyone()
+        options, head = self.config, self.drafter.head
+        common = (self.source, self.all_heldout, options.decoding, self.eos_ids, options.trainer.packed_length)
+        found = self.ranks.from_first(
+            lambda: calibrate_folder(self.paths.drafter, head, self.accelerator.device, *common)
+        )
+        if found:
+            self._log(step, found)
 
     def _save_best(self, step: int, length: float) -> None:
         self.best = {"step": step, "acceptance_length": length}
@@ -276,7 +293,7 @@ class Trainer:
     def _checkpoint(self, step: int) -> None:
         if self.accelerator.is_main_process:
             state = {
-                "step": step,
+                **asdict(self.sampler.position(step)),
                 "best": self.best,
                 "last_loss": self.last_loss,
                 "world_size": self.accelerator.num_processes,
@@ -284,14 +301,19 @@ class Trainer:
             save_checkpoint(
                 self.paths.checkpoints, self.drafter, self.optimizers, state, self.config.trainer.keep_checkpoints
             )
-        self.accelerator.wait_for_everyone()
+        self.ranks.wait()
 
     def _resume(self) -> int:
-        state = load_checkpoint(self.paths.checkpoints, self.drafter, self.optimizers)
+        state = self.ranks.first_then_all(
+            lambda: load_checkpoint(self.paths.checkpoints, self.drafter, self.optimizers)
+        )
         step = 0 if state is None else int(state["step"])
         if state is not None:
             self.best = state["best"]
             self.last_loss = state["last_loss"]
+            self.sampler = self._sampler(Position(step, int(state["epoch"]), int(state["consumed"])))
+            if state["world_size"] != self.accelerator.num_processes:
+                say(f"fit: goes on with {self.accelerator.num_processes} ranks where there were {state['world_size']}")
             say(f"fit: resuming after step {step} of {self.sampler.total_steps}")
         if self.accelerator.is_main_process:
             _keep_metrics_up_to(self.paths.metrics, -1 if state is None else step)
