@@ -11,13 +11,16 @@ once.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from spectrain import signals
 from spectrain.config.commands import COMMANDS, SWITCHES, Command, known
@@ -27,6 +30,9 @@ from spectrain.console import say, say_traceback, stdout
 from spectrain.errors import ConfigError, RunError, SpectrainError
 from spectrain.files import full_disk
 
+if TYPE_CHECKING:
+    from spectrain.training.distributed import Ranks
+
 
 @dataclass(frozen=True)
 class CommandLine:
@@ -34,6 +40,7 @@ class CommandLine:
 
     command: Command | None = None
     overrides: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()  # all of them, as given
     topics: tuple[str, ...] = ()  # of a command that explains: what
     options: dict[str, Any] = field(default_factory=dict)  # the command's own: flag without dashes -> value
     flags: tuple[str, ...] = ()  # what is behind `--`, for another program
@@ -99,7 +106,9 @@ def parse(arguments: Sequence[str]) -> CommandLine:
         for argument in [argument for argument in rest if "=" not in argument]:
             command = words[known(argument, tuple(words), "word")]
             rest.remove(argument)
-    return CommandLine(command=command, overrides=tuple(rest), options=values, flags=flags, **switches)
+    return CommandLine(
+        command=command, overrides=tuple(rest), arguments=tuple(arguments), options=values, flags=flags, **switches
+    )
 
 
 def _unknown_option(flag: str, command: Command | None) -> ConfigError:
@@ -164,7 +173,7 @@ def _dispatch(line: CommandLine) -> int:
     elif line.multirun:
         _multirun(line, command)
     else:
-        _run_once(line, command)
+        return _run_once(line, command)
     return 0
 
 
@@ -172,14 +181,56 @@ def _show(text: str) -> None:
     stdout.print(text, markup=False, soft_wrap=True)
 
 
-def _run_once(line: CommandLine, command: Command) -> None:
+def _run_once(line: CommandLine, command: Command) -> int:
     from spectrain.config.loading import compose, given_keys, reused_config
 
-    config = compose(line.overrides)
-    reused = reused_config(line.overrides)
-    if reused is not None:
-        say(f"configuration: {reused}, and what was given")
-    execute(command, config, line.dry_run, given=given_keys(line.overrides))
+    with _ranks() as ranks:
+        config, given = compose(line.overrides), given_keys(line.overrides)
+        alone = ranks is None and command.trains and not line.dry_run
+        count = _devices_to_launch(config, command, given) if alone else 1
+        if count > 1:
+            from spectrain.training.distributed import launch
+
+            return launch(count, line.arguments)
+        reused = reused_config(line.overrides)
+        if reused is not None:
+            say(f"configuration: {reused}, and what was given")
+        execute(command, config, line.dry_run, given=given, ranks=ranks)
+    return 0
+
+
+def launched() -> int:
+    """How many ranks a launcher has started this process as one of; 1 where none has."""
+    for name in ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"):
+        if os.environ.get(name, "").isdecimal():
+            return max(1, int(os.environ[name]))
+    # A batch script runs in a task of its own, and so does what it starts without srun: those are one process.
+    step = os.environ.get("SLURM_STEP_ID", "").isdecimal()
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", os.environ.get("SLURM_NTASKS", "")) if step else ""
+    return max(1, int(tasks)) if tasks.isdecimal() else 1
+
+
+@contextmanager
+def _ranks() -> Iterator[Ranks | None]:
+    """This process's place among those that a launcher has started; None where none has, which costs no import."""
+    if launched() == 1:
+        yield None
+        return
+    from spectrain.training.distributed import joined
+
+    with joined() as ranks:
+        yield ranks
+
+
+def _devices_to_launch(config: SpectrainConfig, command: Command, given: frozenset[str]) -> int:
+    """How many ranks this process starts instead of doing the work itself; 1 where it does it."""
+    if config.trainer.devices == "1":
+        return 1
+    from spectrain.stages.checks import check_config
+    from spectrain.training.distributed import count_devices
+
+    check_config(config, command, given)  # a mistake is said before anything is started
+    return count_devices(config.trainer.devices)
 
 
 def execute(
@@ -188,6 +239,7 @@ def execute(
     dry_run: bool = False,
     data_dir: Path | None = None,
     given: frozenset[str] = frozenset(),
+    ranks: Ranks | None = None,
 ) -> float | None:
     """Check everything, then do the work of a command. Returns the figure a sweep maximises: the acceptance length,
     where one is measured.
@@ -195,19 +247,29 @@ def execute(
     Args:
         data_dir: the run directory whose responses, hidden states and drafter this run reads, if not its own.
         given: keys that the command line sets, rather than a file or a default.
+        ranks: the processes that do it together, of which this is one; None: this one alone.
     """
     from spectrain.stages.checks import check_config, prepare
 
+    if ranks is not None and not command.trains:
+        raise ConfigError(f"{command.name} is one process, start it without a launcher: fit and run use several")
     check_config(config, command, given)  # before the slow imports
     from spectrain.stages.plan import show_plan
 
     looks_only = dry_run or command.looks_only
-    context = prepare(config, command, data_dir, fetch=not looks_only, given=given)
+    checked = partial(prepare, config, command, data_dir, fetch=not looks_only, given=given)
+    context = checked() if ranks is None else ranks.first_then_all(checked)
     if looks_only:
         show_plan(context)
         return None
+    if ranks is not None:
+        context.ranks = ranks
+        if not ranks.is_first:
+            ranks.wait()  # until the run directory is there
+            return command.load()(context)
     with context.run_dir.locked():
         context.open_run_dir()
+        context.ranks.wait()
         return command.load()(context)
 
 
@@ -226,8 +288,10 @@ class SweepJob:
         from spectrain.config.loading import given_keys, sweep_config, sweep_overrides
 
         config = sweep_config(composed)
-        say(f"run.dir={config.run.dir}")
-        return execute(COMMANDS[self.command], config, self.dry_run, self.data_dir, given_keys(sweep_overrides()))
+        given = given_keys(sweep_overrides())
+        with _ranks() as ranks:  # a launcher such as submitit may start a job as several
+            say(f"run.dir={config.run.dir}")
+            return execute(COMMANDS[self.command], config, self.dry_run, self.data_dir, given, ranks)
 
 
 def _multirun(line: CommandLine, command: Command) -> None:

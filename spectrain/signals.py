@@ -22,13 +22,16 @@ Standard library only: it works before anything slow is imported.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
+PARENT_DEATH_SIGNAL, CHILD_SUBREAPER = 1, 36  # of prctl
 ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 # From the signal to the end, where nothing takes long to be written; and what is left for the rest where it does.
 _LIMIT_S, _LEAST_S = 1.6, 0.2
@@ -45,6 +48,8 @@ _here = threading.local()  # .depth: how many ``held`` this thread is inside
 _keeps: list[Keep] = []
 _ends: list[Callable[[], None]] = []
 _before_last_line: list[Callable[[], None]] = []
+_handled: list[signal.Signals] = []
+speaks = True  # of several processes that train together one does
 _number: int | None = None  # of the signal that is ending this process
 
 
@@ -119,8 +124,29 @@ def install() -> None:
         if signal.getsignal(number) is not signal.SIG_IGN:
             # Any handler of Python's makes the number go into the pipe.
             signal.signal(number, lambda number, frame: None)
+            _handled.append(number)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     threading.Thread(target=_watch, args=(reading,), name="signals", daemon=True).start()
+
+
+def leave_to_others() -> None:
+    """From now on signals are for whoever handles them next, as if ``install`` had not been called. In the main
+    thread.
+    """
+    signal.set_wakeup_fd(-1)
+    for number in _handled:
+        signal.signal(number, signal.SIG_DFL)
+
+
+def end_with_parent() -> None:
+    """From now on this process gets SIGTERM when the one that started it ends, however it ends (on Linux)."""
+    set_process(PARENT_DEATH_SIGNAL, signal.SIGTERM)
+
+
+def set_process(option: int, value: int) -> None:
+    """Linux's ``prctl``; elsewhere nothing."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def _watch(reading: int) -> None:
@@ -189,8 +215,8 @@ def _exit(words: str) -> None:
 
 def _say(words: str) -> None:
     """Past all locks of those who print."""
-    if os.environ.get("RANK", "0") != "0":
-        return  # of several processes one speaks
+    if not speaks:
+        return
     over = "\r\x1b[K" if os.isatty(2) else ""  # a "^C"
     with suppress(OSError):  # the terminal may be closed
         os.write(2, f"{over}{words}\n".encode())

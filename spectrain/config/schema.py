@@ -19,8 +19,7 @@ from spectrain.config.keys import ANY_COUNT, FILE_NAME_BYTES, Section, key, refu
 
 _DEVICES = re.compile(r"auto|cpu|cuda(:\d+)?")
 _COLDEST = 1e-3  # colder is greedy decoding by another name, until float32 overflows
-_HOTTEST = 1000.0  # every token is as likely as any other long before
-_GREATEST_RATE = 1000.0
+_HOTTEST = _GREATEST_RATE = 1000.0  # hotter, every token is as likely as any other
 _DRAFTS, _PROCESSES = 1024, 1024
 _SEEDS = 1 << 63  # seeds are below
 _TOP_K = 1 << 31  # vLLM keeps it in 32 bits
@@ -198,6 +197,11 @@ class TrainerConfig(Section, name="trainer"):
         example="500",
         at_most=ANY_COUNT,
     )
+    devices: str = key(
+        "1",
+        "processes that train together, one a device; auto: all GPUs here. Under torchrun or srun these decide",
+        example="auto",
+    )
     packed_length: int = key(
         2048, "tokens of a packed sequence, which holds whole documents", at_least=1, at_most=1 << 24
     )
@@ -262,6 +266,12 @@ class TrainerConfig(Section, name="trainer"):
     )
     prefetch_batches: int = key(2, "batches that each of them makes ahead", at_least=1, at_most=1024)
     seed: int = key(0, "seed of the order of documents and of what training draws", at_least=0, below=_SEEDS)
+
+    def _check(self) -> None:
+        require(
+            self.devices == "auto" or (self.devices.isdecimal() and 1 <= int(self.devices) <= _PROCESSES),
+            f"trainer.devices={self.devices} must be auto or 1 to {_PROCESSES}",
+        )
 
 
 DraftPolicy = Literal["fixed", "threshold", "scheduler"]

@@ -37,6 +37,7 @@ from spectrain.target.identity import TargetIdentity, identify
 from spectrain.target.model import TargetModel, choose_device, choose_dtype
 from spectrain.target.resolve import ResolvedTarget, TargetSource, resolve_target, weights_fingerprint
 from spectrain.target.spec import TargetSpec, end_token_ids
+from spectrain.training.distributed import ALONE, Ranks
 
 
 @dataclass
@@ -52,6 +53,7 @@ class Context:
     prompts_or_none: PromptSplit | None
     data_dir: RunDir  # has responses and hidden states: run_dir itself, or that of the sweep which this run is a job of
     given: frozenset[str] = frozenset()  # keys that the command line sets, rather than a file or a default
+    ranks: Ranks = ALONE  # the processes that train together, of which this is one
 
     @property
     def spec(self) -> TargetSpec:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ VOCAB_SAMPLE = 4096
 # Settings that change what is logged or kept, not what is trained.
 _NO_INPUTS = {
     *("trainer.log_every_steps", "trainer.keep_checkpoints", "trainer.checkpoint_every_steps"),
-    *("trainer.loader_workers", "trainer.prefetch_batches"),
+    *("trainer.loader_workers", "trainer.prefetch_batches", "trainer.devices"),
     *("decoding.draft_policy", "decoding.threshold"),
 }
 
@@ -79,19 +80,36 @@ def fit(context: Context) -> float | None:
     """Train unless that has been done; brings responses and hidden states up to date first. Returns the best simulated
     acceptance length.
     """
-    capture.capture(context)
-    decision = decide(context)
+    ranks = context.ranks
+    decision = ranks.from_first(lambda: _brought_up_to_date(context))
     if decision.skip:
         say(str(decision))
         return context.run_dir.outputs("fit").get("simulated_acceptance_length")
     if context.config.hidden_states.verify_checksums:
-        capture.verify(context)  # before an older drafter is removed
+        ranks.from_first(lambda: capture.verify(context))  # before an older drafter is removed
     store, train, heldout = capture.documents(context)
-    with context.run_dir.running(decision) as outputs:
+    with _recorded(context, decision) as outputs:
         outputs |= _train(context, store, train, heldout)
     best, length = f"step {outputs['step']} of {outputs['steps']}", outputs["simulated_acceptance_length"]
     say(f"fit: {best} is the best, acceptance length {length:.3f} by simulation")
     return outputs["simulated_acceptance_length"]
+
+
+def _brought_up_to_date(context: Context) -> Decision:
+    capture.capture(context)
+    return decide(context)
+
+
+@contextmanager
+def _recorded(context: Context, decision: Decision) -> Iterator[dict[str, Any]]:
+    """``RunDir.running`` on the first rank; the others begin when it has removed what is stale, and record nothing."""
+    if not context.ranks.is_first:
+        context.ranks.wait()
+        yield {}
+        return
+    with context.run_dir.running(decision) as outputs:
+        context.ranks.wait()
+        yield outputs
 
 
 def _train(context: Context, store: HiddenStateSource, train: list[int], heldout: list[int]) -> dict[str, Any]:
@@ -99,27 +117,23 @@ def _train(context: Context, store: HiddenStateSource, train: list[int], heldout
     from spectrain.training.checkpointing import newest_checkpoint
     from spectrain.training.trainer import FitPaths, Trainer
 
-    config, run_dir = context.config, context.run_dir
-    train = [
-        number
-        for number in train
-        if store.loss_counts[number] > 1 and _teaches(store[number], config.trainer.packed_length)
-    ]
+    config, run_dir, ranks = context.config, context.run_dir, context.ranks
+    train = ranks.from_first(lambda: _teaching(store, train, config.trainer.packed_length))
     head = TargetHead.from_checkpoint(context.target.folder)
     if config.drafter.path is not None:
         drafter = continue_drafter(config.drafter, head, context.spec.default_taps(), config.target.max_length)
         vocab = drafter.vocab
     else:
-        size = config.drafter.draft_vocab_size
-        expected_V = None if size in (None, head.vocab_size) else _expected_tokens(store, train, head)
-        vocab = build_vocab(_tokens(store, train), size, context.spec.vocab_size, expected_V)
+        vocab = ranks.from_first(lambda: _draft_vocab(context, store, train, head))
         corpus = Corpus(partial(_token_counts, store, train, head.vocab_size), head)
-        settings = find_method(config.drafter.method).resolve(config.drafter, corpus, say)
+        method = find_method(config.drafter.method)
+        settings = ranks.from_first(lambda: method.resolve(config.drafter, corpus, say))
         drafter = build_drafter(settings, context.spec, vocab, head, context.target.folder, config.trainer.seed)
-        fresh = newest_checkpoint(run_dir.checkpoints) is None
+        fresh = ranks.from_first(lambda: newest_checkpoint(run_dir.checkpoints) is None)
         if settings.init == "closed_form" and drafter.has_closed_form and fresh:
-            _init_closed_form(drafter, store, train)
-    coverage = _coverage(store, heldout, vocab)
+            # The trainer gives the others what the first rank has found.
+            ranks.from_first(lambda: _init_closed_form(drafter, store, train))
+    coverage = ranks.from_first(lambda: _coverage(store, heldout, vocab))
     say(
         f"fit: {len(train)} documents, draft vocabulary of {len(vocab.ids_D):,} covers {coverage:.2%} of the held-out "
         f"generated tokens"
@@ -138,6 +152,7 @@ def _train(context: Context, store: HiddenStateSource, train: list[int], heldout
         train=train,
         heldout=heldout,
         eos_ids=context.eos_ids,
+        ranks=ranks,
         folder_metadata={
             "target": context.target_for_vllm,
             "target_architectures": context.spec.architectures,
@@ -162,7 +177,7 @@ def _needed(context: Context) -> dict[str, Any]:
 
 
 def _init_closed_form(drafter: Drafter, store: HiddenStateSource, train: list[int]) -> None:
-    """Solve for the drafter's initial weights on training documents. Cheap beside training, the same on every rank."""
+    """Solve for the drafter's initial weights on training documents. Cheap beside training."""
 
     def batches() -> Iterator[PackedBatch]:
         lengths = [int(store.lengths[number]) for number in train]
@@ -183,6 +198,17 @@ def _token_counts(store: HiddenStateSource, train: list[int], vocab_size: int) -
     for input_ids, _ in _tokens(store, train):
         used_V += np.bincount(input_ids, minlength=vocab_size)
     return used_V
+
+
+def _draft_vocab(context: Context, store: HiddenStateSource, train: list[int], head: TargetHead) -> DraftVocab:
+    size = context.config.drafter.draft_vocab_size
+    expected_V = None if size in (None, head.vocab_size) else _expected_tokens(store, train, head)
+    return build_vocab(_tokens(store, train), size, context.spec.vocab_size, expected_V)
+
+
+def _teaching(store: HiddenStateSource, numbers: list[int], packed_length: int) -> list[int]:
+    """Documents that a drafter learns something from."""
+    return [n for n in numbers if store.loss_counts[n] > 1 and _teaches(store[n], packed_length)]
 
 
 def _teaches(document: TargetStates, packed_length: int) -> bool:

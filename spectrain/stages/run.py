@@ -10,4 +10,4 @@ from spectrain.stages.fit import fit
 def run(context: Context) -> float | None:
     """Generate, capture, fit and evaluate. Returns the acceptance length that the loop measured."""
     fit(context)  # brings responses and hidden states up to date first
-    return evaluate(context)
+    return context.ranks.from_first(lambda: evaluate(context))

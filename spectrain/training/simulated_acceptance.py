@@ -20,6 +20,7 @@ from spectrain.decoding.confidence import ConfidenceSamples, joined, simulated_s
 from spectrain.decoding.sampling import SamplingParams
 from spectrain.decoding.simulate import Span, expected_acceptance, expected_acceptance_by_length, simulate
 from spectrain.drafters.drafter import Advance, Drafter, DraftScores
+from spectrain.training.distributed import ALONE, Ranks
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,17 @@ class SimulatedAcceptance:
     confidence: ConfidenceSamples | None = None
 
 
+@dataclass(frozen=True)
+class _Document:
+    """What the simulation found in one document: its answers, by the number of drafts they were scored for; rounds; and
+    what a confidence head said in them.
+    """
+
+    spans: dict[int, list[Span]]
+    rounds: list[Round]
+    confidence: list[ConfidenceSamples]
+
+
 def decoding_sampling(config: DecodingConfig) -> tuple[SamplingParams, SamplingParams]:
     """(the target's sampling, that of drafts): drafts are drawn as the target samples, or greedy (argmax)."""
     sampling = SamplingParams(config.temperature, config.top_p, config.top_k)
@@ -52,6 +64,7 @@ def simulate_heldout(
     packed_length: int,
     most_tokens: int | None = None,
     advance: Advance = lambda documents: None,
+    ranks: Ranks = ALONE,
 ) -> SimulatedAcceptance:
     """Simulate ``documents`` of the source with ``config.num_speculative_tokens`` drafts a round, and all lengths up
     to ``most_tokens``.
@@ -59,8 +72,8 @@ def simulate_heldout(
     A drafter whose drafts depend on how many are asked for (``length_matters``) is scored once for every length, as it
     would be decoded with; where ``most_tokens`` is not given, only for the configured one, and ``length_by_n`` is
     empty. Scores come from one teacher-forced pass a document; random choices at temperature > 0 are drawn from (seed,
-    document), so the figure does not depend on batching. ``advance`` is told about every document, in parts where it is
-    scored more than once.
+    document), so the figure does not depend on batching, nor on how many ``ranks`` share the documents. ``advance`` is
+    told about every document, in parts where it is scored more than once.
     """
     n = config.num_speculative_tokens
     most = max(n, most_tokens or n)
@@ -68,26 +81,35 @@ def simulate_heldout(
     device = next(drafter.parameters()).device
     shown = n if drafter.length_matters else most  # the length whose scores the rounds come from
     lengths = range(1, most + 1) if drafter.length_matters and most_tokens is not None else (shown,)
-    spans: dict[int, list[Span]] = {length: [] for length in lengths}
-    rounds: list[list[Round]] = []
-    confidence: list[ConfidenceSamples] = []
-    for group in _groups(documents, source, packed_length):
+    own_documents = documents[ranks.index :: ranks.count]
+    found: list[_Document] = []
+    for group in _groups(own_documents, source, packed_length):
         batch = pack_batch([source[d] for d in group])
         placed = batch.to(device)
+        others: dict[int, list[list[Span]]] = {}
         for length in set(lengths) - {shown}:
-            other = document_spans(batch, drafter.score(placed, length, sampling, draft_sampling), eos_ids)
-            spans[length] += [span for own in other for span in own]
-            advance(len(group) / len(lengths))
+            others[length] = document_spans(batch, drafter.score(placed, length, sampling, draft_sampling), eos_ids)
+            advance(ranks.count * len(group) / len(lengths))
         scores = drafter.score(placed, shown, sampling, draft_sampling)
-        advance(len(group) / len(lengths))
-        for number, own in zip(group, document_spans(batch, scores, eos_ids), strict=True):
+        advance(ranks.count * len(group) / len(lengths))
+        for index, (number, own) in enumerate(zip(group, document_spans(batch, scores, eos_ids), strict=True)):
             rng = None if sampling.greedy or draft_sampling.greedy else np.random.default_rng((config.seed, number))
-            rounds.append([r for span in own for r in simulate(span, n, rng)])
-            spans[shown] += own
-            if scores.confidence_RK is not None:
-                # A stream of its own: the simulation's figures do not depend on whether there is a confidence head.
-                rng = np.random.default_rng((config.seed, number, 1))
-                confidence += [simulated_samples(span, n, rng) for span in own]
+            rounds_here = [r for span in own for r in simulate(span, n, rng)]
+            # A stream of its own: the simulation's figures do not depend on whether there is a confidence head.
+            rng = np.random.default_rng((config.seed, number, 1))
+            has_confidence = scores.confidence_RK is not None
+            found.append(
+                _Document(
+                    {shown: own, **{length: by_document[index] for length, by_document in others.items()}},
+                    rounds_here,
+                    [simulated_samples(span, n, rng) for span in own] if has_confidence else [],
+                )
+            )
+    parts = ranks.gathered(found)
+    in_order = [parts[i % ranks.count][i // ranks.count] for i in range(len(documents))]
+    spans = {length: [span for document in in_order for span in document.spans[length]] for length in lengths}
+    rounds = [document.rounds for document in in_order]
+    confidence = [sample for document in in_order for sample in document.confidence]
     if drafter.length_matters:
         by_n = [
             expected_acceptance(spans[length], length).acceptance_length

@@ -19,7 +19,7 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +43,10 @@ from spectrain.training.checkpointing import (
     prune_checkpoints,
     save_checkpoint,
 )
+from spectrain.training.distributed import ALONE, Ranks
 from spectrain.training.metrics import append_metrics, keep_metrics_up_to, simulation_metrics
 from spectrain.training.optim import build_optimizers, lr_factor, set_learning_rates
-from spectrain.training.sampler import StepSampler
+from spectrain.training.sampler import Position, StepSampler
 from spectrain.training.simulated_acceptance import SimulatedAcceptance, simulate_heldout
 from spectrain.training.step_sums import StepSums, StepTotals
 
@@ -98,8 +99,9 @@ class Trainer:
         eos_ids: Sequence[int],
         folder_metadata: dict[str, Any],
         accelerator: Accelerator | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
-        """``folder_metadata`` are keyword arguments of ``save_drafter``: target, target_architectures and metadata."""
+        """``ranks`` train this drafter together. ``folder_metadata`` are keyword arguments of ``save_drafter``."""
         self.config = config
         self.paths = paths
         self.source = source
@@ -126,9 +128,9 @@ class Trainer:
         self.drafter.temperatures = ()  # those of a drafter that training goes on from are not its own
         self.drafter.attach(drafter.head.to(device))  # again: what was gathered from the head must follow it
         self.optimizers = build_optimizers(self.drafter, options)
+        self.ranks = ranks
         self.model = self.accelerator.prepare_model(self.drafter)
-        lengths = [int(source.lengths[d]) for d in self.train]
-        self.sampler = StepSampler(lengths, options, self.accelerator.process_index, self.accelerator.num_processes)
+        self.sampler = self._sampler(Position())
         self.eval_every = options.eval_every_steps or max(1, self.sampler.steps_per_epoch[0])
         self.checkpoint_every = options.checkpoint_every_steps or self.eval_every
         self.best = {"step": 0, "acceptance_length": -1.0}
@@ -137,6 +139,11 @@ class Trainer:
         self.evaluated = False  # whether what is due after them has been found out
         self._saved: tuple[int, bool] | None = None  # (done, evaluated) of the newest checkpoint
         self._extra: Path | None = None  # a checkpoint that a signal brought about, beside those that are due
+
+    def _sampler(self, start: Position) -> StepSampler:
+        lengths = [int(self.source.lengths[d]) for d in self.train]
+        rank, count = self.accelerator.process_index, self.accelerator.num_processes
+        return StepSampler(lengths, self.config.trainer, rank, count, start)
 
     def fit(self) -> FitResult:
         """Train to the last step, resuming from the newest checkpoint. Raises RunError on non-finite loss or an
@@ -262,7 +269,7 @@ class Trainer:
             if saves and self.accelerator.is_main_process:
                 self._checkpoint()
         if saves:
-            self.accelerator.wait_for_everyone()
+            self.ranks.wait()
 
     def _simulate(self) -> tuple[SimulatedAcceptance, float]:
         """Acceptance on the held-out documents, and the seconds that it took."""
@@ -272,7 +279,7 @@ class Trainer:
         packed_length = options.trainer.packed_length
         with ProgressBar("simulate", total=len(self.heldout), unit="documents") as bar:
             common = (self.source, self.heldout, options.decoding, self.eos_ids, packed_length, most)
-            result = simulate_heldout(self.drafter, *common, advance=bar.advance)
+            result = simulate_heldout(self.drafter, *common, advance=bar.advance, ranks=self.ranks)
         self.drafter.train()
         return result, time.monotonic() - started
 
@@ -280,13 +287,13 @@ class Trainer:
         """Let the best drafter's confidence head, where it has one, say what happens on all held-out documents."""
         if not self.drafter.has_confidence or not self.all_heldout:
             return
-        if self.accelerator.is_main_process:
-            options, head = self.config, self.drafter.head
-            common = (self.source, self.all_heldout, options.decoding, self.eos_ids, options.trainer.packed_length)
-            found = calibrate_folder(self.paths.drafter, head, self.accelerator.device, *common)
-            if found:
-                self._log(step, found)
-        self.accelerator.wait_for_everyone()
+        options, head = self.config, self.drafter.head
+        common = (self.source, self.all_heldout, options.decoding, self.eos_ids, options.trainer.packed_length)
+        found = self.ranks.from_first(
+            lambda: calibrate_folder(self.paths.drafter, head, self.accelerator.device, *common)
+        )
+        if found:
+            self._log(step, found)
 
     def _save_best(self, step: int, length: float) -> None:
         self.best = {"step": step, "acceptance_length": length}
@@ -311,7 +318,7 @@ class Trainer:
         replaces = old is not None and old.name != name
         keep = self.config.trainer.keep_checkpoints + extra + replaces
         state = {
-            "step": self.done,
+            **asdict(self.sampler.position(self.done)),
             "best": self.best,
             "last_loss": self.last_loss,
             "world_size": self.accelerator.num_processes,
@@ -337,7 +344,9 @@ class Trainer:
         return f"fit keeps {self.done} of {self.sampler.total_steps} steps; {signals.CONTINUES}"
 
     def _resume(self) -> None:
-        state = load_checkpoint(self.paths.checkpoints, self.drafter, self.optimizers)
+        state = self.ranks.first_then_all(
+            lambda: load_checkpoint(self.paths.checkpoints, self.drafter, self.optimizers)
+        )
         if state is not None:
             self.done = int(state["step"])
             self.best = state["best"]
@@ -345,6 +354,9 @@ class Trainer:
             self.evaluated = state.get("evaluated", True)
             self._saved = (self.done, self.evaluated)
             self._extra = self.paths.checkpoints / checkpoint_name(self.done) if state.get("extra") else None
+            self.sampler = self._sampler(Position(self.done, int(state["epoch"]), int(state["consumed"])))
+            if state["world_size"] != self.accelerator.num_processes:
+                say(f"fit: goes on with {self.accelerator.num_processes} ranks where there were {state['world_size']}")
             say(f"fit: resuming after step {self.done} of {self.sampler.total_steps}")
         if self.accelerator.is_main_process:
             # Of a kill while older ones were removed there may be one too many.

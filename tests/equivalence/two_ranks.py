@@ -29,6 +29,7 @@ from spectrain.config.drafter_schema import BlockConfig
 from spectrain.data.hidden_states import TargetStates
 from spectrain.drafters.drafter import Drafter
 from spectrain.target.head import TargetHead
+from spectrain.training.distributed import Ranks, joined
 
 OPTIONS = Options(reduced=True, layer_type="qwen3")
 METHODS = ("eagle3", "dspark")
@@ -64,12 +65,22 @@ def documents(head: TargetHead) -> list[TargetStates]:
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
-    accelerator = Accelerator(cpu=True)
-    assert accelerator.num_processes == 2
+    with joined() as ranks:
+        train_all(folder, ranks)
+
+
+def train_all(folder: Path, ranks: Ranks) -> None:
+    accelerator = Accelerator()
+    assert accelerator.num_processes == ranks.count == 2
     for method in METHODS:
         drafter, into = fresh_drafter(method), folder / method
         trainer = make_trainer(
-            into, drafter, MemoryStore(documents(drafter.head)), trainer_config(**SETTINGS), accelerator=accelerator
+            into,
+            drafter,
+            MemoryStore(documents(drafter.head)),
+            trainer_config(**SETTINGS),
+            accelerator=accelerator,
+            ranks=ranks,
         )
         trainer.fit()
         save_file(
@@ -80,8 +91,6 @@ def main(folder: Path) -> None:
             steps = range(trainer.sampler.total_steps)
             empty = sum(not micro for step in steps for micro in trainer.sampler[step].micro_batches)
             save_file({"passes_without_rows": torch.tensor(empty)}, into / "ranks.safetensors")
-    accelerator.wait_for_everyone()
-    accelerator.end_training()
 
 
 if __name__ == "__main__":

@@ -203,7 +203,7 @@ MUTATIONS = (
     Mutation(
         "the number of workers trains another drafter",
         STAGES + "fit.py",
-        '*("trainer.loader_workers", "trainer.prefetch_batches"),',
+        '*("trainer.loader_workers", "trainer.prefetch_batches", "trainer.devices"),',
         "",
         (INPUTS,),
     ),

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import os
 import select
 import shutil
@@ -28,7 +27,8 @@ import sys
 import time
 from pathlib import Path
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+from spectrain.signals import CHILD_SUBREAPER, end_with_parent, set_process
+
 _POLL_S = 0.1
 _HURRY_S = 0.8  # to end by itself, after SIGTERM
 
@@ -49,7 +49,7 @@ def main() -> int:
     parser.add_argument("--scratch", type=Path)
     parser.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args()
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    set_process(CHILD_SUBREAPER, 1)  # elsewhere than on Linux the pipe alone must do
     told: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -62,9 +62,7 @@ def main() -> int:
 
 def _watch(command: list[str], grace_s: float, told: list[int]) -> int:
     # SIGTERM, not SIGKILL: without the guard, the command itself is the last that can end its own children.
-    child = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=lambda: _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    )
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=end_with_parent)
     try:
         while child.poll() is None and not told and not _closed():
             pass
@@ -107,12 +105,6 @@ def _end_orphans() -> None:
             return
         if reaped == 0:
             time.sleep(_POLL_S / 10)
-
-
-def _prctl(option: int, value: int) -> None:
-    """A setting of this process that Linux has; elsewhere the pipe alone must do."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 if __name__ == "__main__":

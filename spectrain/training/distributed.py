@@ -1,0 +1,249 @@
+"""The processes of one training, *ranks*, one a device: how they are started, how they wait for the first one, and how
+they end together.
+
+``trainer.devices=N`` starts the command again N times through torch's own launcher (the one behind ``torchrun``);
+``torchrun``, ``accelerate launch`` and ``srun`` start it that often themselves. Either way a process learns from its
+environment who it is, joins the group before it does anything else, and takes these variables out of its environment,
+so that no program started later (vLLM) believes that it is a rank, too.
+
+Rank 0 does alone what has to be done once: it holds the lock of the run directory, runs earlier stages, decides,
+writes, and prints. The others wait for what it found, over a group of its own whose timeout is long: generation takes
+hours, where the group that exchanges gradients gives up after minutes. An error of rank 0 ends all ranks with its exit
+code, and is said once.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+from torch import distributed
+
+from spectrain import signals
+from spectrain.console import console
+from spectrain.errors import ConfigError, SpectrainError
+
+T = TypeVar("T")
+
+_WAIT = timedelta(days=14)  # for the first rank, which may be generating
+_AGREE = timedelta(seconds=10)  # whether all ranks failed alike
+# What launchers tell a rank, and what would make a program that it starts believe that it is one.
+_OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK")
+_PREFIXES = ("MASTER_", "TORCHELASTIC_", "ROLE_", "GROUP_")
+_THREADS_ARE_OURS = "SPECTRAIN_RANK_THREADS"  # set beside an OMP_NUM_THREADS that the user did not choose
+_LOST_PEER = ("gloo", "Gloo", "NCCL", "RCCL", "Broken pipe", "Connection reset")
+
+
+class PeerError(SpectrainError):
+    """Another rank has failed and said why: this one ends with the same exit code and says nothing."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__("another rank has failed")
+        self.exit_code = exit_code
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """Of what the first rank did alone."""
+
+    value: Any = None
+    exit_code: int = 0
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Rank ``index`` of ``count``; one rank of one where nothing was launched."""
+
+    index: int = 0
+    count: int = 1
+    waiting: Any = None  # process group of those who wait for the first rank
+    agreeing: Any = None  # process group that compares errors
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    def from_first(self, work: Callable[[], T]) -> T:
+        """What ``work`` gives on the first rank, on every rank. Where it raises, the others raise PeerError."""
+        if self.count == 1:
+            return work()
+        outcomes: list[_Outcome] = [_Outcome()]
+        if self.is_first:
+            try:
+                with _all_cores():
+                    outcomes = [_Outcome(work())]
+            except BaseException as error:
+                failed = _Outcome(exit_code=getattr(error, "exit_code", 130 if _interrupted(error) else 1))
+                distributed.broadcast_object_list([failed], src=0, group=self.waiting)
+                raise
+        distributed.broadcast_object_list(outcomes, src=0, group=self.waiting)
+        if outcomes[0].exit_code:
+            raise PeerError(outcomes[0].exit_code)
+        return outcomes[0].value
+
+    def first_then_all(self, work: Callable[[], T]) -> T:
+        """``work`` on the first rank, and then, if it went well there, on the others: what it fetches or mends is there
+        for them.
+        """
+        if self.count == 1:
+            return work()
+        found: list[T] = []
+        self.from_first(lambda: found.append(work()))
+        return found[0] if found else work()
+
+    def wait(self) -> None:
+        """Until all ranks are here."""
+        if self.count > 1:
+            distributed.barrier(group=self.waiting)
+
+    def gathered(self, value: T) -> list[T]:
+        """``value`` of every rank, in their order, on every rank."""
+        if self.count == 1:
+            return [value]
+        found: list[Any] = [None] * self.count
+        distributed.all_gather_object(found, value, group=self.waiting)
+        return found
+
+    def is_ours_to_say(self, error: BaseException) -> bool:
+        """Whether this rank reports ``error``: the first one does for all where all failed alike; whoever failed by
+        itself does; one that lost another rank does not, because that one has.
+        """
+        if self.count == 1:
+            return True
+        if isinstance(error, PeerError):
+            return False
+        if not isinstance(error, SpectrainError) and any(word in str(error) for word in _LOST_PEER):
+            return False
+        said: list[Any] = [None] * self.count
+        try:
+            distributed.all_gather_object(said, f"{type(error).__name__}: {error}", group=self.agreeing)
+        except (RuntimeError, ValueError):  # the others are elsewhere, or gone
+            return True
+        return self.is_first
+
+
+ALONE = Ranks()
+
+
+def _interrupted(error: BaseException) -> bool:
+    return isinstance(error, KeyboardInterrupt)
+
+
+# --- joining -------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def joined() -> Iterator[Ranks]:
+    """The place in the group of a process that a launcher has started. The group is left at the end; on the first rank
+    alone anything is printed.
+    """
+    _name_slurm_task()
+    from accelerate import PartialState
+
+    threads = int(os.environ.get("OMP_NUM_THREADS") or 0)
+    state = PartialState(cpu=not torch.cuda.is_available(), timeout=_WAIT)
+    if threads:
+        torch.set_num_threads(threads)  # accelerate chooses otherwise
+    for name in [n for n in os.environ if n in _OURS or n.startswith(_PREFIXES)]:
+        del os.environ[name]
+    if os.environ.pop(_THREADS_ARE_OURS, ""):
+        del os.environ["OMP_NUM_THREADS"]
+    ranks = Ranks(
+        state.process_index,
+        state.num_processes,
+        distributed.new_group(backend="gloo", timeout=_WAIT),
+        distributed.new_group(backend="gloo", timeout=_AGREE),
+    )
+    console.quiet = not ranks.is_first
+    signals.speaks = ranks.is_first
+    signals.end_with_parent()  # torch's launcher, killed, would leave its ranks behind
+    try:
+        yield ranks
+    except BaseException as error:
+        console.quiet = not ranks.is_ours_to_say(error)
+        raise
+    gc.collect()  # a wrapper around the drafter keeps its group alive, whose threads must not outlive the interpreter
+    distributed.destroy_process_group()
+
+
+def _name_slurm_task() -> None:
+    """``srun`` tells a task its number in words of its own."""
+    if "WORLD_SIZE" in os.environ or "SLURM_PROCID" not in os.environ:
+        return
+    names = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
+    os.environ.update({name: os.environ[slurm] for name, slurm in names.items()})
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise ConfigError(
+            f"srun starts {os.environ['WORLD_SIZE']} ranks but {missing[0]} is not set: export MASTER_ADDR (the first "
+            f"node's name) and MASTER_PORT in the batch script"
+        )
+
+
+@contextmanager
+def _all_cores() -> Iterator[None]:
+    """Inside: torch's products run on all cores, because the other ranks wait."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(threads, _cores()))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+# --- starting ------------------------------------------------------------------------------------------------------
+
+
+def count_devices(wanted: str) -> int:
+    """How many ranks ``trainer.devices`` asks for on this machine. Raises ConfigError for more than there are GPUs."""
+    there = torch.cuda.device_count()
+    if wanted == "auto":
+        return max(1, there)
+    if there and int(wanted) > there:
+        raise ConfigError(f"trainer.devices={wanted}: this machine has {there} (trainer.devices=auto takes them all)")
+    return int(wanted)
+
+
+def launch(count: int, arguments: Sequence[str]) -> int:
+    """Run ``spectrain ARGUMENTS`` as ``count`` ranks on this machine, and return the exit code of the one that failed
+    first, or 0.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    signals.leave_to_others()  # the launcher hands them on to its ranks, and waits for them
+    for name in ("torch.distributed.elastic", "torch.distributed.launcher"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # what went wrong, the ranks say
+    if "OMP_NUM_THREADS" not in os.environ:
+        os.environ |= {"OMP_NUM_THREADS": str(max(1, _cores() // count)), _THREADS_ARE_OURS: "1"}
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=count,
+        run_id=f"spectrain-{os.getpid()}",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,  # a run resumes by the same command, once somebody has read why it ended
+        monitor_interval=0.2,
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", "spectrain", *arguments)
+    except ChildFailedError as error:
+        _, first = error.get_first_failure()
+        return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    return 0

@@ -1,0 +1,180 @@
+"""Several processes that train together, started as a user starts them: one drafter, one set of lines, one code."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from workplace import make
+
+pytestmark = pytest.mark.slow
+
+SPECTRAIN = (sys.executable, "-m", "spectrain")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "spectrain")
+ACCELERATE = (
+    *(sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1"),
+    *("--mixed_precision", "no", "--dynamo_backend", "no", "-m", "spectrain"),
+)
+
+
+def start(launcher: tuple[str, ...], arguments: list[str], **settings: Any) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
+    return subprocess.Popen(
+        [*launcher, *arguments],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        **settings,
+    )
+
+
+def run(launcher: tuple[str, ...], arguments: list[str]) -> tuple[int, str]:
+    """(exit code, what went to stderr)"""
+    process = start(launcher, arguments)
+    _, said = process.communicate(timeout=300)
+    return process.returncode, said
+
+
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory):
+    # Two micro-batches of a step, so that two ranks have as many as one rank that accumulates.
+    folder = tmp_path_factory.mktemp("workplace")
+    return [*make(folder), "trainer.packed_length=128", "trainer.epochs=3", "trainer.checkpoint_every_steps=1"]
+
+
+@pytest.fixture(scope="module")
+def alone(arguments, tmp_path_factory):
+    """One rank that accumulates two micro-batches: the same global batches as those of two ranks."""
+    path = tmp_path_factory.mktemp("alone") / "run"
+    code, said = run(SPECTRAIN, ["run", *arguments, "trainer.gradient_accumulation=2", f"run.dir={path}"])
+    assert code == 0, said
+    return path
+
+
+@pytest.fixture(scope="module")
+def two(arguments, tmp_path_factory):
+    path = tmp_path_factory.mktemp("two") / "run"
+    code, said = run(SPECTRAIN, ["run", *arguments, "trainer.devices=2", f"run.dir={path}"])
+    assert code == 0, said
+    return path, said
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    return load_file(path / "drafter/model.safetensors")
+
+
+def steps(path: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "loss" in line]
+
+
+def test_two_ranks_are_one_that_accumulates(alone, two):
+    path, _ = two
+    assert len(steps(path)) == len(steps(alone)) >= 6
+    for found, expected in zip(steps(path), steps(alone), strict=True):
+        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-4)
+        assert found["positions"] == expected["positions"]
+    for name, expected in weights(alone).items():
+        torch.testing.assert_close(weights(path)[name], expected, rtol=1e-2, atol=1e-3)
+    records = [json.loads((folder / "eval/heldout-hf-eagle3-n3-t0.json").read_text()) for folder in (alone, path)]
+    assert records[0]["acceptance_length"] == records[1]["acceptance_length"]
+
+
+def test_one_rank_prints(two):
+    _, said = two
+    for once in ("is the best", "22 responses, ", "initialisation solved", "answers cut off", "report.html"):
+        assert said.count(once) == 1, once
+
+
+@pytest.mark.parametrize("launcher", [TORCHRUN, ACCELERATE], ids=["torchrun", "accelerate"])
+def test_launchers(launcher, arguments, two, tmp_path):
+    """On states that are there, and with an error that every rank meets: one line, whoever started the ranks."""
+    code, said = run(launcher, ["fit", *arguments, f"run.dir={two[0]}"])
+    assert code == 0, said
+    assert said.count("fit: unchanged, skipped") == 1
+    code, said = run(launcher, ["fit", *arguments, f"run.dir={tmp_path / 'new'}", "trainer.epochs=none"])
+    assert code != 0
+    assert len([line for line in said.splitlines() if line.startswith("error: trainer.epochs")]) == 1
+    assert not (tmp_path / "new").exists()
+
+
+def test_an_error_of_the_first_rank_ends_all_with_its_code_and_line(arguments, tmp_path):
+    (tmp_path / "run").write_text("a file")
+    code, said = run(SPECTRAIN, ["fit", *arguments, "trainer.devices=2", f"run.dir={tmp_path / 'run'}"])
+    assert code == 2
+    assert [line for line in said.splitlines() if line.startswith("error")] == said.splitlines()
+    assert len(said.splitlines()) == 1
+
+
+def test_an_error_that_all_ranks_meet_in_training_is_said_once(arguments, two, tmp_path):
+    import shutil
+
+    path = Path(shutil.copytree(two[0], tmp_path / "run"))
+    code, said = run(
+        SPECTRAIN, ["fit", *arguments, "trainer.devices=2", f"run.dir={path}", "trainer.learning_rate=1e30"]
+    )
+    assert code == 1
+    assert len([line for line in said.splitlines() if line.startswith("error")]) == 1
+
+
+@pytest.mark.parametrize("whom", ["launcher", "a rank"])
+def test_killed_on_two_ranks_and_resumed_on_one_and_on_two(whom, arguments, alone, two, tmp_path):
+    """Every document is seen once an epoch, whatever the number of ranks it goes on with."""
+    import shutil
+
+    path = Path(shutil.copytree(two[0], tmp_path / "run"))
+    for output in ("checkpoints", "drafter"):
+        shutil.rmtree(path / output)
+    (path / "metrics.jsonl").unlink()
+    command = ["fit", *arguments, "trainer.epochs=4", f"run.dir={path}"]
+    kill_when(start(SPECTRAIN, [*command, "trainer.devices=2"]), path, "step-00000002", whom)
+    kill_when(start(SPECTRAIN, command), path, "step-00000005", "launcher")
+    code, said = run(SPECTRAIN, [*command, "trainer.devices=2"])
+    assert code == 0, said
+    trained = Counter()
+    for line in steps(path):
+        trained[line["epoch"]] += line["positions"]
+    assert set(trained) == {1, 2, 3, 4}
+    assert len(set(trained.values())) == 1  # of every epoch: the positions of all documents
+
+
+def kill_when(process: subprocess.Popen[str], path: Path, checkpoint: str, whom: str) -> None:
+    """SIGKILL once a checkpoint of that name is there, or a newer one."""
+    until = time.monotonic() + 240
+    while max((file.name for file in path.glob("checkpoints/step-*")), default="") < checkpoint:
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    victim = process.pid
+    if whom == "a rank":
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        victim = int(children[-1])
+    os.kill(victim, signal.SIGKILL)
+    process.communicate(timeout=60)
+    assert process.returncode != 0
+    deadline = time.monotonic() + 30  # ranks end with the one who started them, and with each other
+    while any(str(path) in command for command in running_commands()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def running_commands() -> list[str]:
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            found.append((folder / "cmdline").read_text())
+        except OSError:
+            continue
+    return found
