@@ -12,6 +12,8 @@ import importlib.util
 import os
 import tempfile
 from collections.abc import Set
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -127,7 +129,7 @@ def prepare(
         check_at_work(context)
         check_trackers_answer(context)
     folder = context.target.folder if fetch else source.folder
-    if folder is not None:
+    if folder is not None and not command.looks_only:
         _check_checkpoint(context, folder)
     return context
 
@@ -179,13 +181,19 @@ def _runs_in_process(context: Context) -> bool:
 
 
 def _check_checkpoint(context: Context, folder: Path) -> None:
-    """The target's tensors are those that its configuration asks for. vLLM looks at those that it loads itself."""
+    """The target's tensors are those that its configuration asks for.
+
+    vLLM fuses matrices as it loads them, and does not notice where a part of one is missing.
+    """
     from spectrain.target.head import check_head
-    from spectrain.target.model import check_weights
+    from spectrain.target.model import CannotLoadError, check_weights
 
     target = context.config.target
     if _runs_in_process(context):
         check_weights(folder, target)
+    elif context.command.stages and context.spec.quantization is None and not target.trust_remote_code:
+        with suppress(CannotLoadError):  # vLLM has models, too, that transformers has not
+            check_weights(folder, replace(target, attn_implementation="eager"))
     if "capture" in context.command.stages or context.command.needs_drafter:
         check_head(folder, target.trust_remote_code)
 

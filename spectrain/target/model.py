@@ -35,6 +35,10 @@ from spectrain.target.spec import TargetSpec, end_token_ids, load_config
 _META = {"": "meta"}  # device map of a model that has shapes and no numbers
 
 
+class CannotLoadError(InputError):
+    """Transformers does not load a target, whatever its weights are."""
+
+
 @dataclass(frozen=True)
 class TargetOutput:
     """What one forward pass leaves: ``last_hidden_BSH`` before the final norm, ``taps_BSAH`` in the order asked for
@@ -233,7 +237,8 @@ def _loading(folder: Path, name: str) -> Iterator[None]:
             yield
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         reason = " ".join(str(error).split())[:400]
-        raise InputError(f"target {name} in {folder} cannot be loaded ({type(error).__name__}: {reason})") from error
+        message = f"target {name} in {folder} cannot be loaded ({type(error).__name__}: {reason})"
+        raise CannotLoadError(message) from error
 
 
 @torch.no_grad()

@@ -49,7 +49,7 @@ def lose(folder: Path, source: Path, name: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("command", ["run --dry-run", "plan", *PIPELINE[:3], "run"])
+@pytest.mark.parametrize("command", ["run --dry-run", "run --dry-run engine=vllm", *PIPELINE[:3], "run"])
 def test_a_tensor_that_is_missing_is_named_before_anything_is_written(
     command: str, llama: Path, arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
