@@ -21,9 +21,7 @@ PROMPTS = Path(__file__).resolve().parents[2] / "data_gen" / "prompts"
 INSTRUCTION = "Write a polite email that answers this message from a customer: "
 # Capitalised inside a sentence without being somebody's or some place's name.
 NO_NAMES = {"I", "I'm", "I've", "I'd", "Mr", "English", "VAT"}
-DAYS_AND_MONTHS = set(
-    "Monday Tuesday Wednesday Thursday Friday Saturday Sunday Mondays Saturdays January March April July".split()
-)
+DATES = {"Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday", "January"}
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +62,9 @@ def test_sizes(train: list[Conversation], heldout: list[Conversation]) -> None:
     assert (len(split.train), len(split.heldout)) == (len(train), len(heldout))  # none is in both, none is left out
 
 
-def test_every_prompt_is_the_instruction_and_one_message(train: list[Conversation], heldout: list[Conversation]) -> None:
+def test_every_prompt_is_the_instruction_and_one_message(
+    train: list[Conversation], heldout: list[Conversation]
+) -> None:
     for conversation in train + heldout:
         assert len(conversation.turns) == 1 and conversation.system is None
         assert conversation.turns[0].startswith(INSTRUCTION)
@@ -88,12 +88,14 @@ def test_openings_differ(messages: list[str]) -> None:
 def test_numbers_and_names_occur_once(messages: list[str]) -> None:
     assert repeated(re.findall(r"\d+", message) for message in messages) == {}
     names = [re.findall(r"(?<=[\w,] )[A-Z][\w']*", message) for message in messages]
-    assert set(repeated(names)) <= NO_NAMES | DAYS_AND_MONTHS
+    assert set(repeated(names)) <= NO_NAMES | DATES
 
 
 def test_a_template_would_be_found() -> None:
     """The checks see what they are for."""
     one, other = "My kettle arrived with 2 cracks, Anna", "My toaster arrived with 3 dents, Anna"
     assert repeated(runs(message, 4) for message in (one, other)) == {}  # a short one slips through this check ...
-    assert len(set(words(one)) & set(words(other))) >= 0.5 * len(set(words(one)) | set(words(other)))  # ... not this one
+    assert len(set(words(one)) & set(words(other))) >= 0.5 * len(
+        set(words(one)) | set(words(other))
+    )  # ... not this one
     assert repeated(runs(message, 4) for message in (one, "So my kettle arrived with a dent")) != {}
