@@ -17,7 +17,8 @@ import yaml
 from spectrain.config.folders import group_options, prompt_roots, shipped_folder
 from spectrain.config.schema import TargetConfig
 from spectrain.console import say
-from spectrain.data.prompts import Conversation, find_prompt_file
+from spectrain.data.prompt_files import find_prompt_files
+from spectrain.data.prompts import Conversation
 from spectrain.decoding.loop import GenerationResult
 from spectrain.decoding.scheduler import StepCost
 from spectrain.drafters.drafter_digests import WEIGHTS
@@ -172,7 +173,7 @@ def _trained_on(context: Context) -> TrainedOn | None:
         return None
     config = context.config
     shipped = shipped_folder("data_gen")
-    files = [find_prompt_file(name, prompt_roots(), "data.train") for name in config.data.train]
+    files = [file for name in config.data.train for file in find_prompt_files(name, prompt_roots(), "data.train")]
     # A recipe's run has the recipe's name, unless the user gave it another one.
     if config.run.name in group_options("recipe"):
         again = [
