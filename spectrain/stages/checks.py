@@ -69,7 +69,7 @@ def check_config(config: SpectrainConfig, command: Command, given: Set[str] = fr
     if command.measures and not config.suite.prompts:
         raise ConfigError("suite.prompts is empty: name a JSON-lines file, as in suite=jsonl suite.prompts=FILE.jsonl")
     if command.needs_prompts and not config.data.train:
-        raise ConfigError("no prompts are chosen: add data=quickstart, or data=jsonl data.train=FILE.jsonl")
+        raise ConfigError("no prompts are chosen: add data=support, or data=jsonl data.train=FILE.jsonl")
     _check_lengths(config, command)
     _check_trackers(config)
     _check_engine(config, command)

@@ -12,7 +12,12 @@ from datetime import datetime
 from itertools import groupby
 from typing import Any
 
+import yaml
+
+from spectrain.config.folders import group_options, prompt_roots, shipped_folder
+from spectrain.config.schema import TargetConfig
 from spectrain.console import say
+from spectrain.data.prompt_files import find_prompt_files
 from spectrain.data.prompts import Conversation
 from spectrain.decoding.loop import GenerationResult
 from spectrain.decoding.scheduler import StepCost
@@ -24,6 +29,7 @@ from spectrain.drafters.serving_config import read_serving_config
 from spectrain.errors import InputError
 from spectrain.evaluation.records import EvaluationRecord, PromptResult
 from spectrain.evaluation.report.html import ExampleText, Fact, ReportInputs, ServeCommand, write_report
+from spectrain.evaluation.report.next_step import TrainedOn
 from spectrain.files import check_digest, read_json_lines
 from spectrain.stages.context import Context, config_yaml
 from spectrain.stages.run_dir import versions
@@ -76,6 +82,7 @@ def write_run_report(context: Context, records: Sequence[EvaluationRecord], answ
             examples=[_example(context, answer) for answer in answers[:_EXAMPLES]],
             drafter_facts=_drafter_facts(context),
             data_facts=_data_facts(context),
+            trained_on=_trained_on(context) if own else None,
             serve_commands=_serve_commands(context),
             config_yaml=config_yaml(config),
             versions=versions(),
@@ -158,6 +165,36 @@ def _data_facts(context: Context) -> list[Fact]:
     if "tokens" in captured and "bytes" in captured:
         facts.append(("hidden states", f"{captured['tokens']:,} tokens, {captured['bytes'] / 1e6:,.0f} MB"))
     return facts
+
+
+def _trained_on(context: Context) -> TrainedOn | None:
+    """What this run's drafter learnt from. None where this command reads no prompts."""
+    if context.prompts_or_none is None:
+        return None
+    config = context.config
+    shipped = shipped_folder("data_gen")
+    files = [file for name in config.data.train for file in find_prompt_files(name, prompt_roots(), "data.train")]
+    # A recipe's run has the recipe's name, unless the user gave it another one.
+    if config.run.name in group_options("recipe"):
+        again = [
+            f"recipe={config.run.name}",
+            *([] if _from_group(config.target) else [f"target.path={config.target.path}"]),
+        ]
+    else:
+        again = [f"target.path={config.target.path}", f"drafter={config.drafter.method}"]
+    return TrainedOn(
+        workload=config.data.train,
+        shipped=shipped is not None and all(file.resolve().is_relative_to(shipped.resolve()) for file in files),
+        prompts=len(context.prompts.train),
+        run_dir=str(context.run_dir.path),
+        again=again,
+    )
+
+
+def _from_group(target: TargetConfig) -> bool:
+    """Whether the target is what the option of that name in the group ``target`` says."""
+    file = group_options("target").get(target.name)
+    return file is not None and yaml.safe_load(file.read_text(encoding="utf-8")).get("path") == target.path
 
 
 def _step_costs(context: Context) -> list[tuple[str, list[tuple[int, float]]]]:

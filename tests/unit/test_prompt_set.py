@@ -1,4 +1,4 @@
-"""The shipped prompts: enough, varied, balanced, and none of them held out and trained on at once."""
+"""The varied prompts (`data=varied`): enough, balanced, and none of them held out and trained on at once."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ MARKERS = {
 
 @pytest.fixture(scope="module")
 def train() -> list[Conversation]:
-    return load_prompts(PROMPTS / "quickstart.jsonl")
+    return load_prompts(PROMPTS / "varied.jsonl")
 
 
 @pytest.fixture(scope="module")
 def heldout() -> list[Conversation]:
-    return load_prompts(PROMPTS / "quickstart_heldout.jsonl")
+    return load_prompts(PROMPTS / "varied_heldout.jsonl")
 
 
 def words(conversation: Conversation) -> list[str]:
@@ -106,5 +106,5 @@ def test_no_prompt_resembles_another(train, heldout):
 
 
 def test_the_split_keeps_them_all(train, heldout):
-    split = split_prompts(DataConfig(train=("quickstart",), heldout=("quickstart_heldout",)), [PROMPTS])
+    split = split_prompts(DataConfig(train=("varied",), heldout=("varied_heldout",)), [PROMPTS])
     assert (len(split.train), len(split.heldout)) == (len(train), len(heldout))

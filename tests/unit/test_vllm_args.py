@@ -222,7 +222,7 @@ def test_a_log_without_errors_gives_its_last_lines_and_a_missing_one_says_so(tmp
 
 
 def test_what_cannot_work_is_said_before_anything_starts() -> None:
-    given = ["target.path=x", "data=quickstart"]
+    given = ["target.path=x", "data=varied"]
     with pytest.raises(ConfigError, match=r"did you mean engine\.args\.block_size"):
         check_config(compose([*given, "engine=vllm", "engine.args.blok_size=3"]), COMMANDS["generate"])
     with pytest.raises(ConfigError, match="needs vLLM"):
@@ -254,14 +254,14 @@ def test_how_states_were_captured_is_no_matter_to_eval(engine: tuple[str, ...]) 
     ],
 )
 def test_nothing_runs_that_is_not_what_is_written_down(argument: str, advice: str) -> None:
-    config = compose(["target.path=x", "data=quickstart", "engine=vllm", f"engine.args.{argument}"])
+    config = compose(["target.path=x", "data=varied", "engine=vllm", f"engine.args.{argument}"])
     with pytest.raises(ConfigError, match=rf"engine\.args\.{argument.partition('=')[0].partition('.')[0]} .*{advice}"):
         check_config(config, COMMANDS["eval"])
 
 
 def test_generation_may_speculate() -> None:
     check_config(
-        compose(["target.path=x", "data=quickstart", "engine=vllm", "engine.args.speculative_config.method=ngram"]),
+        compose(["target.path=x", "data=varied", "engine=vllm", "engine.args.speculative_config.method=ngram"]),
         COMMANDS["generate"],
     )
 

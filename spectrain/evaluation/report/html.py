@@ -19,6 +19,7 @@ from markupsafe import Markup
 
 from spectrain.evaluation.records import EvaluationRecord, Interval
 from spectrain.evaluation.report import plots
+from spectrain.evaluation.report.next_step import TrainedOn, next_step
 from spectrain.evaluation.report.tables import (
     MISSING,
     compare_with_simulation,
@@ -65,7 +66,8 @@ class ReportInputs:
     first one of a drafter makes the headline. step_costs: (what was measured, (tokens in the target's pass, steps a
     second)). training: the trainer's metrics lines, ``{"step", "loss", …}`` and ``{"step",
     "simulated_acceptance_length", "simulated_interval", "simulated_acceptance_length_by_n", …}``. Facts are pairs of
-    name and text. config_yaml: the resolved configuration.
+    name and text. trained_on: whose prompts the drafter of this run learnt from, for what to do next. config_yaml: the
+    resolved configuration.
     """
 
     title: str
@@ -77,6 +79,7 @@ class ReportInputs:
     examples: Sequence[ExampleText] = ()
     drafter_facts: Sequence[Fact] = ()
     data_facts: Sequence[Fact] = ()
+    trained_on: TrainedOn | None = None
     serve_commands: Sequence[ServeCommand] = ()
     config_yaml: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -96,6 +99,7 @@ def render_report(inputs: ReportInputs) -> str:
     return environment.from_string(template).render(
         inputs=inputs,
         headline=None if main is None else _headline(inputs, main),
+        next_step=None if main is None else next_step(main, inputs.trained_on),
         conditions=shared_conditions(inputs.records),
         methods=list(_method_rows(inputs.records, main)),
         method_figures=list(_method_figures(inputs.records, main)),
