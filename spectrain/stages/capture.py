@@ -125,21 +125,22 @@ def _take_out_damaged(context: Context) -> bool:
     damaged = _damaged(folder, store, [*train, *heldout])
     if not damaged:
         return False
+    for name in damaged:
+        say(
+            f"capture: {folder / name} has changed, its checksum is not that of the index: its documents are captured again"
+        )
     with nullcontext() if run_dir.writable else run_dir.locked():
         take_out(folder, damaged)
     return True
 
 
 def _damaged(folder: Path, store: StoredHiddenStates, documents: Sequence[int]) -> dict[str, str]:
-    """The damaged ones of the shards that these documents lie in, each of which the user hears of."""
+    """The damaged ones of the shards that these documents lie in: name -> what is wrong."""
     unknown = unverified(folder, store.shards_of(documents))
     if not unknown:
         return {}
     with ProgressBar("verify", total=sum(shard.record.bytes for shard in unknown), unit="bytes") as bar:
-        damaged = damaged_shards(folder, unknown, bar.advance)
-    for problem in damaged.values():
-        say(problem)
-    return damaged
+        return damaged_shards(folder, unknown, bar.advance)
 
 
 def documents(context: Context) -> tuple[StoredHiddenStates, list[int], list[int]]:
@@ -175,9 +176,10 @@ def open_store(
         return None
     further = further_documents(store.keys)
     found = [number[document] for key in keys for document in (key, *further.get(key, ()))]
-    if context.config.hidden_states.verify_checksums and _damaged(folder, store, found):
-        return None
-    return store, found
+    damaged = _damaged(folder, store, found) if context.config.hidden_states.verify_checksums else {}
+    for problem in damaged.values():
+        say(problem)
+    return None if damaged else (store, found)
 
 
 def _identity(context: Context, taps: tuple[int, ...]) -> dict[str, object]:

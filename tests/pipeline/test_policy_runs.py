@@ -12,6 +12,7 @@ from workplace import make
 from spectrain import cli
 from spectrain.drafters.drafter_folder import add_metadata, load_drafter
 from spectrain.evaluation.records import read_records
+from spectrain.files import with_digest
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +68,7 @@ def test_a_kill_after_the_last_step_loses_no_calibration(finished, arguments, tm
     shutil.copytree(finished, path)
     manifest = json.loads((path / "manifest.json").read_text())
     manifest["stages"]["fit"]["status"] = "running"
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    (path / "manifest.json").write_text(json.dumps(with_digest(manifest)))
     add_metadata(path / "drafter", {"confidence_temperatures": []})
     assert load_drafter(path / "drafter").temperatures == ()
 
