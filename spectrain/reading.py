@@ -21,7 +21,7 @@ def check_file(path: Path, most_bytes: int = MOST_BYTES) -> None:
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read ({getattr(error, 'strerror', None) or error})") from error
     if not stat.S_ISREG(found.st_mode):
-        raise InputError(f"{path} is no plain file")
+        raise InputError(f"{path} cannot be read: it is no plain file")
     if found.st_size > most_bytes:
         raise InputError(f"{path} has {found.st_size / 1e6:,.0f} MB, where at most {most_bytes / 1e6:,.0f} make sense")
 
@@ -42,7 +42,9 @@ def read_json(path: Path, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
     try:
         value = json.loads(read_text(path, most_bytes))
     except json.JSONDecodeError as error:
-        raise InputError(f"{path} is not JSON ({error.msg} at line {error.lineno}, column {error.colno})") from error
+        raise InputError(
+            f"{path} is not valid JSON ({error.msg} at line {error.lineno}, column {error.colno})"
+        ) from error
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, or brackets nested thousands deep
         raise InputError(f"{path} is not usable JSON ({error})") from error
     if not isinstance(value, dict):

@@ -177,7 +177,7 @@ def describe_bounds(bounds: Mapping[str, Any]) -> str:
 
 def check_value(name: str, value: Any, kind: Any, bounds: Mapping[str, Any]) -> None:
     """ConfigError that names the key unless the value is one of its options and within its bounds."""
-    if isinstance(value, Mapping):
+    if is_mapping(kind):
         for word, entry in value.items():
             check_value(f"{name}.{word}", entry, typing.get_args(kind)[1], bounds)
         return

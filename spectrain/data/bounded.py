@@ -84,8 +84,8 @@ def render_template(
             rendered = tokenizer.apply_chat_template(
                 shown, tools=tools, tokenize=False, add_generation_prompt=generation_prompt
             )
-    except OutOfTimeError:
-        raise
+    except jinja2.TemplateError as error:  # in its own words
+        raise RejectedError(str(error)) from error
     except Exception as error:  # a template is a program of anybody's: dividing by zero is one of many ways
         by_its_own_word = type(error) is jinja2.TemplateError
         kind, reason = type(error).__name__, str(error)

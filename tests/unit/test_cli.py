@@ -70,7 +70,7 @@ def test_the_table_of_commands_is_whole(entry):
 
 def test_help_shows_type_default_and_meaning_of_a_key():
     text = one_line(command_help(COMMANDS["fit"]))
-    assert "trainer.learning_rate=0.001 a number; more than 0 greatest learning rate" in text
+    assert "trainer.learning_rate=0.001 a number; more than 0, at most 1000 greatest learning rate" in text
     assert "trainer.optimizer=adamw one of adamw, muon muon takes" in text
 
 

@@ -88,7 +88,7 @@ def test_a_folder_without_configuration_is_named(tmp_path):
 
 def test_a_broken_configuration_is_named(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": ')
-    with pytest.raises(InputError, match=r"config\.json is not JSON"):
+    with pytest.raises(InputError, match=r"config\.json is not valid JSON"):
         TargetSpec.from_folder(tmp_path)
 
 

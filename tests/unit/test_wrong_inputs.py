@@ -56,7 +56,7 @@ def refused(capsys, arguments, command="run", dry=True):
     out, err = capsys.readouterr()
     assert (code, out, err.count("\n")) == (2, "", 1), err
     assert err.startswith("error: ")
-    assert "(unexpected" not in err
+    assert "(unexpected;" not in err
     assert "Traceback" not in err
     return err
 
@@ -171,6 +171,12 @@ def test_a_field_of_the_target_that_makes_no_sense(capsys, workplace, tmp_path, 
     fields = json.loads(path.read_text())
     path.write_text(json.dumps({**fields, field: value}))
     assert file in refused(capsys, workplace)
+
+
+def test_a_family_that_nothing_is_known_of(capsys, workplace, tmp_path):
+    path = tmp_path / "target/config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": "opt"}))
+    assert "'opt'" in refused(capsys, workplace)
 
 
 # --- the chat template ---------------------------------------------------------------------------------------------
