@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -119,8 +120,6 @@ def test_an_error_of_the_first_rank_ends_all_with_its_code_and_line(arguments, t
 
 
 def test_an_error_that_all_ranks_meet_in_training_is_said_once(arguments, two, tmp_path):
-    import shutil
-
     path = Path(shutil.copytree(two[0], tmp_path / "run"))
     code, said = run(
         SPECTRAIN, ["fit", *arguments, "trainer.devices=2", f"run.dir={path}", "trainer.learning_rate=1e30"]
@@ -132,15 +131,14 @@ def test_an_error_that_all_ranks_meet_in_training_is_said_once(arguments, two, t
 @pytest.mark.parametrize("whom", ["launcher", "a rank"])
 def test_killed_on_two_ranks_and_resumed_on_one_and_on_two(whom, arguments, alone, two, tmp_path):
     """Every document is seen once an epoch, whatever the number of ranks it goes on with."""
-    import shutil
-
     path = Path(shutil.copytree(two[0], tmp_path / "run"))
     for output in ("checkpoints", "drafter"):
         shutil.rmtree(path / output)
     (path / "metrics.jsonl").unlink()
     command = ["fit", *arguments, "trainer.epochs=4", f"run.dir={path}"]
     kill_when(start(SPECTRAIN, [*command, "trainer.devices=2"]), path, "step-00000002", whom)
-    kill_when(start(SPECTRAIN, command), path, "step-00000005", "launcher")
+    said = kill_when(start(SPECTRAIN, command), path, "step-00000005", "launcher", signal.SIGTERM)
+    assert said.count("stopped by SIGTERM: fit keeps") == 1
     code, said = run(SPECTRAIN, [*command, "trainer.devices=2"])
     assert code == 0, said
     trained = Counter()
@@ -150,10 +148,29 @@ def test_killed_on_two_ranks_and_resumed_on_one_and_on_two(whom, arguments, alon
     assert len(set(trained.values())) == 1  # of every epoch: the positions of all documents
 
 
-def kill_when(process: subprocess.Popen[str], path: Path, checkpoint: str, whom: str) -> None:
-    """SIGKILL once a checkpoint of that name is there, or a newer one."""
+def test_sigterm_of_the_launcher_keeps_what_was_made(arguments, two, tmp_path):
+    path = Path(shutil.copytree(two[0], tmp_path / "run"))
+    command = ["fit", *arguments, "trainer.seed=5", "trainer.devices=2", f"run.dir={path}"]
+    process = start(SPECTRAIN, command)
+    said = kill_when(process, path, "step-00000002", "launcher", signal.SIGTERM, newer_than=time.time())
+    assert process.returncode == 143
+    assert said.count("stopped by SIGTERM: fit keeps") == 1
+    code, said = run(SPECTRAIN, command)
+    assert code == 0
+    assert "resuming after step" in said
+
+
+def kill_when(
+    process: subprocess.Popen[str],
+    path: Path,
+    checkpoint: str,
+    whom: str,
+    number: signal.Signals = signal.SIGKILL,
+    newer_than: float = 0.0,
+) -> str:
+    """A signal once a checkpoint of that name is there, or a newer one. Returns what went to stderr."""
     until = time.monotonic() + 240
-    while max((file.name for file in path.glob("checkpoints/step-*")), default="") < checkpoint:
+    while max((f.name for f in path.glob("checkpoints/step-*") if mtime(f) > newer_than), default="") < checkpoint:
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < until
         time.sleep(0.02)
@@ -161,13 +178,21 @@ def kill_when(process: subprocess.Popen[str], path: Path, checkpoint: str, whom:
     if whom == "a rank":
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         victim = int(children[-1])
-    os.kill(victim, signal.SIGKILL)
-    process.communicate(timeout=60)
+    os.kill(victim, number)
+    _, said = process.communicate(timeout=60)
     assert process.returncode != 0
     deadline = time.monotonic() + 30  # ranks end with the one who started them, and with each other
     while any(str(path) in command for command in running_commands()):
         assert time.monotonic() < deadline
         time.sleep(0.1)
+    return said
+
+
+def mtime(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:  # pruned meanwhile
+        return 0.0
 
 
 def running_commands() -> list[str]:

@@ -221,7 +221,10 @@ def test_every_server_is_warmed_up_before_the_clock_runs(engine, servers, monkey
     asked = []
     monkeypatch.setattr(answering, "_answer_group", lambda context, decode, *rest: asked.append("measured") or [])
     context = SimpleNamespace(
-        config=SpectrainConfig(engine=engine), template=SimpleNamespace(first_prompt_ids=lambda conversation: [1, 2])
+        config=SpectrainConfig(engine=engine),
+        template=SimpleNamespace(
+            first_prompt_ids=lambda conversation: [1, 2], require_embedded=lambda conversation, ids: None
+        ),
     )
 
     def decode(prompts, on_tokens):
