@@ -212,4 +212,18 @@ MUTATIONS = (
         "for c in conversations}",
         ("tests/unit/test_suites.py",),
     ),
+    Mutation(
+        "the report says that an uncertain gain pays",
+        EVALUATION + "report/next_step.py",
+        "return True if low > 1 else",
+        "return True if high > 1 else",
+        ("tests/unit/test_next_step.py",),
+    ),
+    Mutation(
+        "figures of another suite pass for the workload's own",
+        EVALUATION + "report/next_step.py",
+        "if record.suite == trained_on.heldout_suite",
+        "if record.suite",
+        ("tests/unit/test_next_step.py",),
+    ),
 )

@@ -92,7 +92,12 @@ def test_the_simulation_is_kept(finished):
     assert none.acceptance_length is None or none.acceptance_length == 1.0
     assert drafter.simulated_acceptance_length == drafter.acceptance_length
     assert drafter.simulated_rounds == drafter.rounds
-    assert (finished / "report.html").read_text(encoding="utf-8").lstrip().startswith("<!")
+    page = (finished / "report.html").read_text(encoding="utf-8")
+    assert page.lstrip().startswith("<!")
+    assert (
+        "held-out prompts of the same kind as the 16 prompts it was trained on" in page
+    )  # and they are not shipped ones
+    assert "data=jsonl" not in page.partition("<section>")[0]
 
 
 def test_an_unchanged_run_does_nothing_and_says_so(spectrain, run_dir):
