@@ -127,7 +127,8 @@ def _take_out_damaged(context: Context) -> bool:
         return False
     for name in damaged:
         say(
-            f"capture: {folder / name} has changed, its checksum is not that of the index: its documents are captured again"
+            f"capture: {folder / name} has changed, its checksum is not that of the index: its documents are captured "
+            f"again"
         )
     with nullcontext() if run_dir.writable else run_dir.locked():
         take_out(folder, damaged)
