@@ -268,7 +268,7 @@ MUTATIONS = (
         "spectrain/target/folder_files.py",
         '            _check_sizes(path, value, f"{prefix}{name}."',
         '            _check_sizes(path, {}, f"{prefix}{name}."',
-        (WRONG + "test_a_field_of_the_target_that_makes_no_sense",),
+        (WRONG + "test_a_size_inside_a_wrappers_configuration",),
     ),
     Mutation(
         "a run directory that was replaced is written into",
