@@ -126,10 +126,7 @@ def _take_out_damaged(context: Context) -> bool:
     if not damaged:
         return False
     for name in damaged:
-        say(
-            f"capture: {folder / name} has changed, its checksum is not that of the index: its documents are captured "
-            f"again"
-        )
+        say(f"capture: {folder / name} does not have the checksum of the index: its documents are captured again")
     with nullcontext() if run_dir.writable else run_dir.locked():
         take_out(folder, damaged)
     return True
