@@ -17,7 +17,7 @@ from spectrain.drafters.drafter_folder import load_drafter, save_drafter
 from spectrain.drafters.layers import Rotary, from_layer_config, layer_shape
 from spectrain.drafters.registry import find_method
 from spectrain.engines.vllm.args import engine_args
-from spectrain.errors import ConfigError
+from spectrain.errors import ConfigError, InputError
 from spectrain.target.model import TargetModel
 from spectrain.target.resolve import resolve_target
 from spectrain.target.served_rope import original_length, settled
@@ -153,7 +153,7 @@ def test_scaled_kinds_fit_heads_of_any_size(kind: str, head_dim: int) -> None:
 def test_parameters_that_give_no_frequencies_are_refused_in_checks(rope: dict[str, Any]) -> None:
     config = tiny_config("llama")
     config.rope_parameters = {"rope_theta": 10000.0, **rope}
-    with pytest.raises(ConfigError, match="rope"):
+    with pytest.raises((ConfigError, InputError), match="rope"):
         layer_shape(DrafterConfig(), TargetSpec.from_config(config), "llama")
 
 
