@@ -272,11 +272,12 @@ def test_every_turn_is_greedy_after_what_a_server_shows(family: str, tmp_path: P
 def test_a_turn_after_the_templates_own_end_token_goes_on_the_document(llama: HFEngine) -> None:
     """The target is made to say the end token third; then all turns are one document, ids as they were generated."""
     end = llama.target.tokenizer.eos_token_id
+    letters = llama.target.tokenizer.convert_tokens_to_ids(list("abcdefgh"))  # whole characters
 
     class Ending(hf.DrawnDialogue):
         def commit(self, token: int, end_ids: frozenset[int]) -> None:
             said = len(self.ids) - self.answer_start
-            super().commit(end if said == 2 else max(token, 3), frozenset([end]))
+            super().commit(end if said == 2 else letters[token % 8], frozenset([end]))
 
     generator = hf.ResponseGenerator(llama.target, llama.template, [end], GREEDY, 400, 3, 64, 12)
     generator._turns._kind = Ending
