@@ -294,7 +294,7 @@ def test_jobs_of_a_sweep_may_differ_in_precision(arguments, tmp_path, capsys):
         "trainer.precision=float32,bfloat16",
         "trainer.max_steps=1",
         "drafter.init=target",
-        "hidden_states.shard_bytes=1125899906842624",
+        "hidden_states.shard_bytes=1099511627776",
     ]
     assert cli.main(["fit", "-m", *arguments, f"run.dir={sweep}", *more]) == 0, capsys.readouterr().err
     losses = [
