@@ -3,11 +3,17 @@ side by side, and leaves out what needs vLLM where there is none.
 """
 
 import importlib.util
+import signal
 
 import pytest
 import torch
 
 torch.set_num_threads(1)
+
+# Whoever runs the tests behind nohup or in a shell's background ignores these, and so would every command under test.
+for number in (signal.SIGHUP, signal.SIGINT):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
 def pytest_collection_modifyitems(items):
