@@ -237,7 +237,7 @@ class TrainerConfig(Section, name="trainer"):
     final_lr_fraction: float = key(
         0.0, "learning rate of the last step, as a share of the greatest", at_least=0, at_most=1
     )
-    max_grad_norm: float = key(1.0, "norm to which longer gradients are cut", above=0, at_most=1e6)
+    max_grad_norm: float = key(1.0, "norm to which longer gradients are cut", above=0, at_most=1e12)
     precision: Literal["float32", "bfloat16"] = key(
         "float32", "what training computes in; bfloat16 by autocast, the weights themselves stay float32"
     )

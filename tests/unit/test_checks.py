@@ -121,7 +121,7 @@ def test_a_drafter_that_does_not_fit_the_target(capsys, workplace, command, argu
         ("target.device=cuda:99", "target.device=cuda:99"),
         ("suite.name=../../outside", "suite.name=../../outside names files"),
         ("suite.name=.hidden", "suite.name=.hidden names files"),
-        ("suite.name=" + 101 * "x", "names files: use at most 100 bytes"),
+        ("suite.name=" + 101 * "x", "has 101 bytes, it may have 100"),
         ("logger.project=../outside", "logger.project=../outside would lie outside the run directory"),
         ("logger.project=/tmp/outside", "logger.project=/tmp/outside would lie outside the run directory"),
         ("target.path=--trust-remote-code", "target.path=--trust-remote-code: a dash in front would be read as an"),
