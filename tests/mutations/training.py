@@ -84,4 +84,32 @@ MUTATIONS = (
         "mine = [block[i] for i in range(self._rank, len(block), self._world)]",
         ("tests/unit/test_sampler.py",),
     ),
+    Mutation(
+        "a training that goes on repeats what it consumed of the epoch",
+        TRAINING + "sampler.py",
+        "consumed + (self._start.consumed if index == 0 else 0)",
+        "consumed",
+        ("tests/unit/test_sampler.py",),
+    ),
+    Mutation(
+        "a position counts the steps of one number of ranks",
+        TRAINING + "sampler.py",
+        "self._micro.append(micro[start.consumed if epoch == start.epoch else 0 :])",
+        "self._micro.append(micro[start.step % max(1, len(micro)) if epoch == start.epoch else 0 :])",
+        ("tests/unit/test_sampler.py",),
+    ),
+    Mutation(
+        "every rank simulates the first documents",
+        TRAINING + "simulated_acceptance.py",
+        "documents[ranks.index :: ranks.count]",
+        "documents[:: ranks.count]",
+        (ACCUMULATION,),
+    ),
+    Mutation(
+        "rank 1 writes",
+        "spectrain/stages/fit.py",
+        "    if not context.ranks.is_first:\n        context.ranks.wait()\n        yield {}\n        return\n",
+        "    context.run_dir._locked = True\n",
+        ("tests/pipeline/test_ranks.py::test_one_rank_prints",),
+    ),
 )

@@ -1,5 +1,6 @@
 """The command line: help, errors, exit codes, and what is imported when."""
 
+import os
 import subprocess
 import sys
 
@@ -266,3 +267,22 @@ def test_python_dash_m():
         [sys.executable, "-m", "spectrain", "fit", "nonsense"], capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stderr) == (2, "error: cannot read 'nonsense': write key=value or group=option\n")
+
+
+@pytest.mark.parametrize(
+    ("variables", "ranks"),
+    [
+        ({}, 1),
+        ({"WORLD_SIZE": "4"}, 4),  # torchrun, accelerate launch
+        ({"PMI_SIZE": "2"}, 2),
+        ({"SLURM_STEP_ID": "0", "SLURM_NTASKS": "16"}, 16),  # srun
+        ({"SLURM_STEP_ID": "0", "SLURM_NTASKS": "16", "SLURM_STEP_NUM_TASKS": "2"}, 2),
+        ({"SLURM_NTASKS": "16"}, 1),  # a batch script, before srun
+    ],
+)
+def test_a_process_knows_from_its_environment_how_many_ranks_were_launched(monkeypatch, variables, ranks):
+    for name in [name for name in os.environ if name.startswith(("WORLD_SIZE", "PMI_", "OMPI_", "MV2_", "SLURM_"))]:
+        monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert cli.launched() == ranks

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spectrain.config.schema import TrainerConfig
-from spectrain.training.sampler import StepSampler
+from spectrain.training.sampler import Position, StepSampler
 
 LENGTHS = [5, 9, 13, 7, 11, 6, 8, 12, 10, 4, 14, 3, 9]
 
@@ -83,3 +83,38 @@ def test_epochs_differ_and_a_step_needs_no_history() -> None:
 def test_max_steps_cuts_and_never_extends(max_steps: int | None, expected: int | None) -> None:
     (sampler,) = samplers(1, max_steps=max_steps)
     assert sampler.total_steps == (sum(sampler.steps_per_epoch) if expected is None else expected)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(1, 20), min_size=1, max_size=40),
+    st.lists(st.tuples(st.integers(1, 4), st.integers(0, 4)), min_size=1, max_size=4),
+    st.integers(1, 3),
+)
+def test_a_training_that_goes_on_with_other_ranks_sees_every_document_once_an_epoch(
+    lengths: list[int], legs: list[tuple[int, int]], accumulation: int
+) -> None:
+    """Each leg: a number of ranks, and of steps that they make before they are killed."""
+    config = TrainerConfig(packed_length=16, epochs=2, gradient_accumulation=accumulation)
+    seen = {epoch: Counter() for epoch in range(2)}
+    position = Position()
+    for world, steps in [*legs, (2, 10**6)]:
+        ranks = [StepSampler(lengths, config, rank, world, position) for rank in range(world)]
+        end = min(position.step + steps, ranks[0].total_steps)
+        for step in range(position.step, end):
+            for plan in (rank[step] for rank in ranks):
+                seen[plan.epoch].update(d for micro in plan.micro_batches for d in micro)
+        position = ranks[0].position(end)
+        assert position.step == end
+    assert seen == {epoch: Counter(range(len(lengths))) for epoch in range(2)}
+
+
+def test_a_position_of_the_same_ranks_is_the_place_in_the_whole_plan() -> None:
+    (whole,) = samplers(2, epochs=3)[:1]
+    config = TrainerConfig(packed_length=16, epochs=3)
+    for done in range(whole.total_steps):
+        rest = StepSampler(LENGTHS, config, 0, 2, whole.position(done))
+        assert rest.total_steps == whole.total_steps
+        assert [rest[step] for step in range(done, whole.total_steps)] == [
+            whole[step] for step in range(done, whole.total_steps)
+        ]
