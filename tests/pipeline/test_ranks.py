@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -15,7 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from workplace import make
 
 pytestmark = pytest.mark.slow
@@ -95,7 +97,7 @@ def test_two_ranks_are_one_that_accumulates(alone, two):
 
 def test_one_rank_prints(two):
     _, said = two
-    for once in ("is the best", "22 responses, ", "initialisation solved", "answers cut off", "report.html"):
+    for once in ("is the best", "initialisation solved", "answers cut off", "report.html"):
         assert said.count(once) == 1, once
 
 
@@ -121,9 +123,14 @@ def test_an_error_of_the_first_rank_ends_all_with_its_code_and_line(arguments, t
 
 def test_an_error_that_all_ranks_meet_in_training_is_said_once(arguments, two, tmp_path):
     path = Path(shutil.copytree(two[0], tmp_path / "run"))
-    code, said = run(
-        SPECTRAIN, ["fit", *arguments, "trainer.devices=2", f"run.dir={path}", "trainer.learning_rate=1e30"]
-    )
+    for shard in (path / "hidden_states").glob("shard-*.safetensors"):
+        with safe_open(shard, framework="pt") as file:
+            metadata = file.metadata()
+        tensors = load_file(shard)
+        broken = {name: t.fill_(math.nan) if t.is_floating_point() else t for name, t in tensors.items()}
+        save_file(broken, shard, metadata)
+    given = ["trainer.devices=2", "hidden_states.verify_checksums=false", "drafter.init=target"]
+    code, said = run(SPECTRAIN, ["fit", *arguments, *given, f"run.dir={path}"])
     assert code == 1
     assert len([line for line in said.splitlines() if line.startswith("error")]) == 1
 

@@ -105,7 +105,9 @@ def test_greedy_answers_are_those_of_the_embedded_engine(engines: Engines) -> No
     assert sum(tokens) == sum(int(response.loss_mask.sum()) for response in found.values())
     # Nothing above is empty: answers end both ways, and some conversations went on after their first answer.
     assert {response.finish_reason for response in found.values()} == {"stop", "length"}
-    assert sum(int((response.loss_mask[1:] > response.loss_mask[:-1]).sum()) > 1 for response in found.values()) >= 3
+    further = [key for key in found if "-" in key]  # a turn that is a document of its own
+    spans = [int((response.loss_mask[1:] > response.loss_mask[:-1]).sum()) for response in found.values()]
+    assert sum(number > 1 for number in spans) + len(further) >= 3
 
 
 def test_an_answer_ends_with_the_document(engines: Engines) -> None:
