@@ -24,14 +24,13 @@ DeviceName = Literal["auto", "mi300x", "mi325x", "mi355x", "a100_80gb", "h100", 
 
 @dataclass(frozen=True)
 class Device:
-    """What one device has. ``links``: what connects those of a node, bytes/s that one of them sends."""
+    """What one device has."""
 
     label: str
     memory_bytes: float
     bytes_per_s: float
     bfloat16_flops: float
     float32_flops: float
-    link_bytes_per_s: float
     per_node: int = 8
 
     def peak_flops(self, precision: str) -> float:
@@ -39,14 +38,13 @@ class Device:
         return self.float32_flops if precision == "float32" else self.bfloat16_flops
 
 
-# Links: Infinity Fabric of 7 × 64 GB/s (MI355X: 7 × 76.8), NVLink 3 of 300, NVLink 4 of 450, in one direction.
 DEVICES: dict[str, Device] = {
-    "mi300x": Device("AMD Instinct MI300X", 192e9, 5.3e12, 1307.4e12, 163.4e12, 448e9),
-    "mi325x": Device("AMD Instinct MI325X", 256e9, 6.0e12, 1307.4e12, 163.4e12, 448e9),
-    "mi355x": Device("AMD Instinct MI355X", 288e9, 8.0e12, 2516.6e12, 157.3e12, 537.6e9),
-    "a100_80gb": Device("NVIDIA A100 80 GB", 80e9, 2.039e12, 312e12, 19.5e12, 300e9),
-    "h100": Device("NVIDIA H100 SXM", 80e9, 3.35e12, 989.4e12, 67e12, 450e9),
-    "h200": Device("NVIDIA H200 SXM", 141e9, 4.8e12, 989.4e12, 67e12, 450e9),
+    "mi300x": Device("AMD Instinct MI300X", 192e9, 5.3e12, 1307.4e12, 163.4e12),
+    "mi325x": Device("AMD Instinct MI325X", 256e9, 6.0e12, 1307.4e12, 163.4e12),
+    "mi355x": Device("AMD Instinct MI355X", 288e9, 8.0e12, 2516.6e12, 157.3e12),
+    "a100_80gb": Device("NVIDIA A100 80 GB", 80e9, 2.039e12, 312e12, 19.5e12),
+    "h100": Device("NVIDIA H100 SXM", 80e9, 3.35e12, 989.4e12, 67e12),
+    "h200": Device("NVIDIA H200 SXM", 141e9, 4.8e12, 989.4e12, 67e12),
 }
 MEASURED = ("auto", "cpu")  # no line of the table: what this machine does is measured
 assert {*DEVICES, *MEASURED} == {*get_args(DeviceName)}

@@ -84,8 +84,9 @@ class TrainingRows:
     ``layer_rows``: hidden states that pass a whole layer; ``inner_rows``: those that do so in all layers but the last,
     beside them; ``key_rows``: those of which each layer makes keys and values alone; ``copied_keys``: rows whose keys
     and values are copied once more; ``own_keys``: keys that a row sees beside those of the text; ``students`` are
-    compared with ``teachers``. ``with_embedding``: the first layer reads a token's embedding beside the feature; ``normed_taps``: so
-    are the taps before they are fused; ``extra_widths``: float32 copies of a row that a layer keeps beyond the usual.
+    compared with ``teachers``. ``with_embedding``: the first layer reads a token's embedding beside the feature;
+    ``normed_taps``: taps are normed before they are fused; ``extra_widths``: float32 copies of a row that a layer keeps
+    beyond the usual ones.
     """
 
     layer_rows: float

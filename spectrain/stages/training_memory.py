@@ -105,8 +105,7 @@ def rank_memory(
         "moments": 4.0 * (2 * size.trained - size.momentum_only) / of_moments,
         "buckets": 4.0 * size.trained if several and strategy in ("ddp", "zero1", "zero2") else 0.0,
         "gathered layers": gathered,
-        "embedding and head": 4.0
-        * (size.head_entries + size.draft_vocab * size.layer.hidden_size * size.owns_head),
+        "embedding and head": 4.0 * (size.head_entries + size.draft_vocab * size.layer.hidden_size * size.owns_head),
         "hidden states": _batch_bytes(size, training),
     }
     return RankMemory(
