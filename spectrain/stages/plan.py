@@ -171,7 +171,7 @@ def drafter_size(context: Context) -> DrafterSize:
 
 def training_passes(context: Context) -> tuple[Pass, Pass]:
     """(a training pass over a micro-batch, a pass of the evaluation over documents of one packed sequence)."""
-    from spectrain.drafters.registry import find_method
+    from spectrain.drafters.registry import BatchSize, find_method
     from spectrain.stages.training_memory import Pass
 
     config, batch = context.config, _micro_batch(context)
