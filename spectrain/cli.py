@@ -254,7 +254,7 @@ def execute(
     if ranks is not None and not command.trains:
         raise ConfigError(f"{command.name} is one process, start it without a launcher: fit and run use several")
     check_config(config, command, given)  # before the slow imports
-    from spectrain.stages.plan import show_plan
+    from spectrain.stages.plan_table import show_plan
 
     looks_only = dry_run or command.looks_only
     checked = partial(prepare, config, command, data_dir, fetch=not looks_only, given=given)

@@ -282,11 +282,19 @@ _INSPECT = replace(
 _PLAN = Command(
     name="plan",
     summary="estimate disk, memory and hours of a run",
-    detail="Prints what the whole pipeline would need here. Loads no weights and writes nothing.",
+    detail="Prints what the whole pipeline would need here, or on a device that is named: memory of a rank part by "
+    "part, operations, hours, disk. Loads no weights and writes nothing; needs no vLLM, and of the targets that ship "
+    "with spectrain no network.",
     reads="prompt files, the target's configuration",
-    sections=("recipe", "target", "data", "engine", "hidden_states", "drafter", "trainer"),
-    keys=("data.train", "sampling.max_new_tokens", "hidden_states.dtype", "drafter.taps", "trainer.epochs"),
-    examples=("spectrain plan recipe=quickstart",),
+    sections=("recipe", "target", "data", "engine", "hidden_states", "drafter", "trainer", "plan"),
+    keys=(
+        *("plan.device", "plan.utilisation", "trainer.devices", "data.train", "sampling.max_new_tokens"),
+        *("hidden_states.dtype", "drafter.taps", "trainer.epochs"),
+    ),
+    examples=(
+        "spectrain plan recipe=quickstart",
+        "spectrain plan recipe=dflash_qwen3 trainer.devices=8 plan.device=mi300x",
+    ),
     stages=PIPELINE,
     looks_only=True,
     takes_multirun=False,

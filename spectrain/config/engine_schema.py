@@ -104,6 +104,18 @@ class EngineConfig(Section, name="engine"):
             )
 
 
+@dataclass(frozen=True)
+class HiddenStatesConfig(Section, name="hidden_states"):
+    """The store of hidden states (group ``hidden_states``)."""
+
+    source: Literal["stored"] = key("stored", "where training reads hidden states; stored: captured first, from disk")
+    dtype: Literal["auto", "float32", "bfloat16", "int8"] = key(
+        "auto", "what is stored; int8 has a scale per token and tap; auto: what the target computes in"
+    )
+    shard_bytes: int = key(1 << 30, "size in bytes at which a shard is closed", at_least=1 << 16, at_most=1 << 40)
+    verify_checksums: bool = key(True, "before training, compare each shard that is new or changed with its checksum")
+
+
 def _check_url(url: str) -> None:
     """The address of a server: scheme, host, perhaps a port and a path."""
     require(url.startswith(("http://", "https://")), f"engine.urls: {url} must begin with http:// or https://")

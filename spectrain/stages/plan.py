@@ -1,8 +1,9 @@
-"""What a command would do and cost, before it starts: ``spectrain plan`` and ``--dry-run``.
+"""What a run would take: tokens, disk, operations and seconds, for ``spectrain plan``, ``--dry-run`` and the checks.
 
-Estimates are simple on purpose: tokens from characters and limits, disk and memory from shapes, time from counted
-floating-point operations over the speed of this machine, measured for a blink. They are right within a factor of two or
-so, which is what one needs to decide between an afternoon and a week.
+Tokens come from characters and limits, disk and memory from shapes (``training_memory.py`` says what a rank needs, in
+detail), time from counted floating-point operations over the speed of a device: that of this machine, measured for a
+blink, or a share of the peak of a named one (``plan.device``, ``plan.utilisation``). Times are right within a factor of
+two or so, which is what one needs to decide between an afternoon and a week.
 """
 
 from __future__ import annotations
@@ -12,28 +13,24 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rich import box
-from rich.table import Table
-
-from spectrain.config.schema import EngineConfig
-from spectrain.console import say, stdout
+from spectrain.config.schema import EngineConfig, SpectrainConfig
 from spectrain.data.hidden_states import StoreMeta, bytes_per_token
 from spectrain.data.prompts import Conversation
-from spectrain.files import bytes_text, free_bytes
 from spectrain.stages.context import Context
-from spectrain.stages.run_dir import Decision
 from spectrain.target.spec import TargetSpec
 
 if TYPE_CHECKING:
-    from spectrain.drafters.registry import TrainingCost
+    from spectrain.drafters.registry import BatchSize, TrainingCost
+    from spectrain.stages.training_memory import DrafterSize, Pass, RankMemory
 
 _CHARS_PER_TOKEN = 3.5
 _TEMPLATE_TOKENS = 16  # of a turn
 _VLLM_SEQUENCES = 256  # requests that vLLM runs together where nobody says
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 # Shares of the measured peak that a stage reaches. Decoding is bound by reading weights rather than by arithmetic, see
 # _decode_s.
 _FORWARD_SHARE, _TRAIN_SHARE = 0.6, 0.5
+_BANDWIDTH_SHARE = 0.7  # of a named device's peak
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,7 @@ class Estimate:
     states_bytes: int
     target_bytes: int
     drafter_parameters: int  # entries of its matrices, its own head included if the vocabulary is reduced
-    train_bytes: int
+    train_bytes: int  # of a rank
     training_cost: TrainingCost
 
 
@@ -56,21 +53,17 @@ def estimate(context: Context) -> Estimate:
     conversations = [*context.prompts.train, *context.prompts.heldout]
     lengths = [_tokens(conversation, config.sampling.max_new_tokens) for conversation in conversations]
     tokens = most_tokens(context, conversations)
-    matrices = _matrices(context)
-    drafter = sum(matrices.values())
+    matrices = {name: size for name, (size, dimensions) in _parameters(context).items() if dimensions > 1}
     generated = sum(answer for _, answer in lengths)
-    cost = _training_cost(context, matrices, tokens, generated)
-    # Weights, gradients and two moments in float32.
-    head_bytes = 4 * spec.vocab_size * spec.hidden_size * (1 if spec.tie_word_embeddings else 2)
     return Estimate(
         documents=len(conversations),
         tokens=tokens,
         generated_tokens=generated,
         states_bytes=states_bytes(context, conversations),
         target_bytes=target_parameters(spec) * _DTYPE_BYTES.get(context.dtype_name, 4),
-        drafter_parameters=drafter,
-        train_bytes=16 * drafter + int(_activation_bytes(context, cost)) + head_bytes,
-        training_cost=cost,
+        drafter_parameters=sum(matrices.values()),
+        train_bytes=int(training_memory(context).peak),
+        training_cost=_training_cost(context, matrices, tokens, generated),
     )
 
 
@@ -85,28 +78,32 @@ def states_bytes(context: Context, conversations: Iterable[Conversation]) -> int
     return most_tokens(context, conversations) * bytes_per_token(_meta(context))
 
 
-def _activation_bytes(context: Context, cost: TrainingCost) -> float:
-    """Of one forward pass: the batch's taps, and what the drafter's layers keep for their backward pass. Logits are
-    made by tiles.
-    """
-    config, spec = context.config, context.spec
-    drafter, tokens = config.drafter, config.trainer.packed_length * config.trainer.micro_batch_size
-    # Rows kept in a layer: four as wide as the stream, queries and heads, keys and values, and three of the MLP.
-    heads = 2 * spec.head_dim * (spec.num_attention_heads + spec.num_key_value_heads)
-    layer = 4 * spec.hidden_size + heads + 3 * (drafter.intermediate_size or spec.intermediate_size)
-    kept = cost.batch_outputs * drafter.num_layers * layer * _DTYPE_BYTES[config.trainer.precision]
-    return tokens * 4 * spec.hidden_size * (len(context.taps) + 1) + kept
+# --- parameters ----------------------------------------------------------------------------------------------------
 
 
 def target_parameters(spec: TargetSpec) -> int:
-    """Parameters of a dense decoder of these dimensions (experts beyond the first are not counted)."""
-    return spec.num_layers * _layer_parameters(spec, spec.hidden_size) + spec.vocab_size * spec.hidden_size * (
-        1 if spec.tie_word_embeddings else 2
-    )
+    """Parameters of a decoder of these dimensions, all experts included."""
+    return _target_parameters(spec, None if spec.experts is None else spec.experts.count)
 
 
-def _matrices(context: Context) -> dict[str, int]:
-    """Name -> entries of each matrix of the drafter."""
+def active_parameters(spec: TargetSpec) -> int:
+    """Those that one token meets: of a mixture of experts, the chosen ones."""
+    return _target_parameters(spec, None if spec.experts is None else spec.experts.active)
+
+
+def _target_parameters(spec: TargetSpec, experts: int | None) -> int:
+    h, mixture = spec.hidden_size, spec.experts
+    attention = h * spec.head_dim * (2 * spec.num_attention_heads + 2 * spec.num_key_value_heads)
+    dense = 3 * h * spec.intermediate_size
+    layers = spec.num_layers * (attention + dense)
+    if mixture is not None and experts is not None:
+        of_experts = 3 * h * (experts * mixture.width + mixture.shared_width) + h * mixture.count  # with the router
+        layers += (spec.num_layers - mixture.dense_layers) * (of_experts - dense)
+    return layers + spec.vocab_size * h * (1 if spec.tie_word_embeddings else 2)
+
+
+def _parameters(context: Context) -> dict[str, tuple[int, int]]:
+    """Name -> (entries, dimensions) of each parameter of the drafter."""
     import torch
 
     from spectrain.drafters.registry import find_method
@@ -114,7 +111,139 @@ def _matrices(context: Context) -> dict[str, int]:
     method = find_method(context.config.drafter.method)
     with torch.device("meta"):
         body = method.body(method.shape(context.config.drafter, context.spec))
-    return {name: p.numel() for name, p in body.named_parameters() if p.ndim > 1}
+    return {name: (p.numel(), p.ndim) for name, p in body.named_parameters()}
+
+
+# --- memory of a rank ----------------------------------------------------------------------------------------------
+
+
+def planned_ranks(context: Context) -> int:
+    """``trainer.devices``; of a named device, ``auto`` is a whole node."""
+    wanted, device = context.config.trainer.devices, context.planned_device
+    if wanted != "auto":
+        return int(wanted)
+    if device is not None:
+        return device.per_node
+    from spectrain.training.distributed import count_devices
+
+    return count_devices(wanted)
+
+
+def training_memory(context: Context, strategy: str = "ddp") -> RankMemory:
+    """What one rank of ``fit`` needs."""
+    from spectrain.stages.training_memory import rank_memory
+
+    size, (training, evaluation) = drafter_size(context), training_passes(context)
+    accumulation = context.config.trainer.gradient_accumulation
+    return rank_memory(size, training, evaluation, planned_ranks(context), strategy, accumulation)
+
+
+def drafter_size(context: Context) -> DrafterSize:
+    from spectrain.drafters.layers import layer_shape
+    from spectrain.drafters.registry import find_method
+    from spectrain.stages.training_memory import DrafterSize
+
+    config, spec = context.config.drafter, context.spec
+    shape, parameters = find_method(config.method).shape(config, spec), _parameters(context)
+    pieces: dict[str, int] = {}
+    for name, (size, _) in parameters.items():
+        piece = ".".join(name.split(".")[:2]) if name.startswith("layers.") else name
+        pieces[piece] = pieces.get(piece, 0) + size
+    matrices = {name: size for name, (size, dimensions) in parameters.items() if dimensions > 1}
+    frozen = 0 if config.train_head or not shape.owns_head else parameters["lm_head.weight"][0]
+    muon = context.config.trainer.optimizer == "muon"
+    every = sum(size for size, _ in parameters.values())
+    return DrafterSize(
+        layer=getattr(shape, "layer", None) or layer_shape(config, spec, "llama"),
+        num_layers=config.num_layers,
+        num_taps=len(context.taps),
+        parameters=every,
+        trained=every - frozen,
+        matrix_entries=sum(matrices.values()) - shape.owns_head * matrices.get("lm_head.weight", 0),
+        largest_layer=max(pieces.values()),
+        momentum_only=sum(n for name, n in matrices.items() if name.startswith(("layers.", "fc."))) * muon,
+        draft_vocab=shape.draft_vocab_size,
+        head_entries=spec.vocab_size * spec.hidden_size * (1 if spec.tie_word_embeddings else 2),
+        owns_head=shape.owns_head,
+        trains_head=shape.owns_head and config.train_head,
+    )
+
+
+def training_passes(context: Context) -> tuple[Pass, Pass]:
+    """(a training pass over a micro-batch, a pass of the evaluation over documents of one packed sequence)."""
+    from spectrain.drafters.registry import BatchSize, find_method
+    from spectrain.stages.training_memory import Pass
+
+    config, batch = context.config, _micro_batch(context)
+    trainer, drafter, method = config.trainer, config.drafter, find_method(config.drafter.method)
+    drafts = max(config.decoding.num_speculative_tokens, method.max_drafts(drafter) or 0)
+    one = BatchSize(batch.tokens / trainer.micro_batch_size, batch.generated_tokens / trainer.micro_batch_size)
+    accelerator, state_bytes = on_accelerator(context), _DTYPE_BYTES["float32"]
+    if context.states_dtype == "bfloat16":
+        state_bytes = 2
+    keys = _mean_keys(context)
+    backend = drafter.attention if drafter.attention != "auto" else "flex" if accelerator else "eager"
+    number_bytes = _DTYPE_BYTES[trainer.precision]
+    rows = method.training_rows(drafter, trainer, batch)
+    training = Pass(rows, batch.tokens, keys, backend, number_bytes, state_bytes, accelerator)
+    # The evaluation runs without autocast.
+    evaluation = Pass(
+        method.simulated_rows(drafter, drafts, one), one.tokens, keys, backend, 4, state_bytes, accelerator
+    )
+    return training, evaluation
+
+
+def on_accelerator(context: Context) -> bool:
+    """Whether training is planned for one."""
+    if context.planned_device is not None:
+        return True
+    import torch
+
+    return context.config.plan.device != "cpu" and torch.cuda.is_available()
+
+
+def _document_tokens(context: Context) -> list[tuple[int, int]]:
+    """(prompt, answer) tokens of each document as far as it is trained on."""
+    config = context.config
+    longest = min(config.trainer.packed_length, config.target.max_length)
+    found = []
+    for conversation in (*context.prompts.train, *context.prompts.heldout):
+        prompt, answer = _tokens(conversation, config.sampling.max_new_tokens)
+        found.append((min(prompt, longest - 1), max(1, min(answer, longest - prompt))))
+    return found
+
+
+def _micro_batch(context: Context) -> BatchSize:
+    """A full one, with the mean share of generated tokens."""
+    from spectrain.drafters.registry import BatchSize
+
+    trainer, documents = context.config.trainer, _document_tokens(context)
+    every, generated = sum(p + a for p, a in documents), sum(a for _, a in documents)
+    tokens = min(trainer.packed_length * trainer.micro_batch_size, every)
+    return BatchSize(tokens, tokens * generated / every)
+
+
+def _mean_keys(context: Context) -> float:
+    """Keys of its document that a generated token sees, in the mean."""
+    documents = _document_tokens(context)
+    return sum(a * (p + a / 2) for p, a in documents) / sum(a for _, a in documents)
+
+
+def host_bytes(context: Context) -> float:
+    """Of one rank's process on an accelerator: the target's two matrices before they are moved, batches made ahead, a
+    copy of the state for a checkpoint, and the runtime.
+    """
+    size, (training, _) = drafter_size(context), training_passes(context)
+    trainer = context.config.trainer
+    workers = 2 if trainer.loader_workers is None else trainer.loader_workers
+    batch = training.tokens * (size.num_taps + 1) * size.layer.hidden_size * training.state_bytes
+    # Each made ahead, one being made and one pinned.
+    return (
+        4.0 * size.head_entries + batch * (workers * (trainer.prefetch_batches + 1) + 1) + 12.0 * size.parameters + 3e9
+    )
+
+
+# --- operations ----------------------------------------------------------------------------------------------------
 
 
 def _training_cost(context: Context, matrices: Mapping[str, int], tokens: int, generated_tokens: int) -> TrainingCost:
@@ -124,7 +253,7 @@ def _training_cost(context: Context, matrices: Mapping[str, int], tokens: int, g
     return find_method(config.drafter.method).training_cost(config.drafter, config.trainer, matrices, corpus)
 
 
-def _fit_flops(context: Context, numbers: Estimate) -> float:
+def fit_flops(context: Context, numbers: Estimate) -> float:
     """Of one epoch over all documents: a multiply-add is two operations forward, and four backward where a matrix is
     trained.
 
@@ -135,14 +264,6 @@ def _fit_flops(context: Context, numbers: Estimate) -> float:
     vocabulary = (drafter.draft_vocab_size or context.spec.vocab_size) * context.spec.hidden_size
     layers = 6 * (cost.token_entries * numbers.tokens + cost.output_entries * cost.outputs)
     return layers + 2 * vocabulary * (3 * cost.outputs + numbers.generated_tokens)
-
-
-def _layer_parameters(spec: TargetSpec, input_size: int) -> int:
-    attention = (
-        input_size * spec.head_dim * (spec.num_attention_heads + 2 * spec.num_key_value_heads)
-        + spec.num_attention_heads * spec.head_dim * spec.hidden_size
-    )
-    return attention + 3 * spec.hidden_size * spec.intermediate_size
 
 
 def _tokens(conversation: Conversation, max_new_tokens: int) -> tuple[int, int]:
@@ -165,10 +286,24 @@ def _meta(context: Context) -> StoreMeta:
 
 @dataclass(frozen=True)
 class MachineSpeed:
-    """What the target's device does: multiply-adds count as two operations."""
+    """What a device does: multiply-adds count as two operations. ``train_flops_per_s``: in the type of training, where
+    that is another. The shares are those of the peak that are reached.
+    """
 
     flops_per_s: float
     bytes_per_s: float
+    train_flops_per_s: float | None = None
+    forward_share: float = _FORWARD_SHARE
+    train_share: float = _TRAIN_SHARE
+
+
+def device_speed(context: Context) -> MachineSpeed:
+    """Of the planned device, by its data sheet; else measured."""
+    device, share = context.planned_device, context.config.plan.utilisation
+    if device is None:
+        return measure_speed(context)
+    peak, training = device.peak_flops(context.dtype_name), device.peak_flops(context.config.trainer.precision)
+    return MachineSpeed(peak, device.bytes_per_s * _BANDWIDTH_SHARE, training, share, share)
 
 
 def measure_speed(context: Context) -> MachineSpeed:
@@ -177,7 +312,7 @@ def measure_speed(context: Context) -> MachineSpeed:
 
     from spectrain.target.model import choose_device
 
-    device = choose_device(context.config.target.device)
+    device = torch.device("cpu") if context.config.plan.device == "cpu" else choose_device(context.config.target.device)
     size = 1024 if device.type == "cpu" else 8192
     dtype = getattr(torch, context.dtype_name)
     square, vector = torch.randn(size, size, device=device, dtype=dtype), torch.randn(size, device=device, dtype=dtype)
@@ -200,23 +335,37 @@ def measure_speed(context: Context) -> MachineSpeed:
 
 
 def stage_seconds(context: Context, numbers: Estimate, speed: MachineSpeed) -> dict[str, float]:
-    """Rough seconds of each stage."""
-    config, weights = context.config, target_parameters(context.spec)
-    forward = 2 * weights * numbers.tokens / (speed.flops_per_s * _FORWARD_SHARE)
-    together = _requests_together(config.engine)
-    decode_steps = numbers.generated_tokens / together
-    train_share = len(context.prompts.train) / max(numbers.documents, 1)
-    epochs = train_share * config.trainer.epochs
+    """Rough seconds of each stage, on the devices that the configuration gives it."""
+    config, active = context.config, active_parameters(context.spec)
+    devices, ranks = engine_devices(config), planned_ranks(context)
+    forward = 2 * active * numbers.tokens / (speed.flops_per_s * speed.forward_share) / devices
+    copies = max(1, devices // (config.engine.tensor_parallel_size * config.engine.pipeline_parallel_size))
+    decode_steps = numbers.generated_tokens / (_requests_together(config.engine) * copies)
+    training = fit_flops(context, numbers) * training_epochs(context, numbers)
     answers = config.suite.max_prompts * (config.suite.max_new_tokens or config.sampling.max_new_tokens)
     return {
-        "generate": forward + decode_steps * _decode_s(numbers, speed, together, weights),
+        "generate": forward + decode_steps * _decode_s(context, numbers, speed, _requests_together(config.engine)),
         "capture": 0.0 if config.capture.during_generation else forward,
-        "fit": epochs * _fit_flops(context, numbers) / (speed.flops_per_s * _TRAIN_SHARE),
+        "fit": training / ((speed.train_flops_per_s or speed.flops_per_s) * speed.train_share) / ranks,
         "eval": (len(config.suite.baselines) + 1)
         * answers
         / config.suite.concurrency
-        * _decode_s(numbers, speed, config.suite.concurrency, weights),
+        * _decode_s(context, numbers, speed, config.suite.concurrency),
     }
+
+
+def training_epochs(context: Context, numbers: Estimate) -> float:
+    """How often ``fit`` sees all documents, where it sees the held-out ones never."""
+    return context.config.trainer.epochs * len(context.prompts.train) / max(numbers.documents, 1)
+
+
+def engine_devices(config: SpectrainConfig) -> int:
+    """Devices that run the target."""
+    engine = config.engine
+    if engine.name == "hf":
+        return 1
+    one = engine.tensor_parallel_size * engine.pipeline_parallel_size * engine.data_parallel_size
+    return one * (max(len(engine.urls), engine.replicas) if engine.name == "vllm_server" else 1)
 
 
 def _requests_together(engine: EngineConfig) -> int:
@@ -227,112 +376,12 @@ def _requests_together(engine: EngineConfig) -> int:
     return min(running, engine.concurrency) if engine.name == "vllm_server" else running
 
 
-def _decode_s(numbers: Estimate, speed: MachineSpeed, batch: int, weights: int) -> float:
-    """One decoding step: all weights are read once, and multiplied with every row of the batch."""
-    return max(numbers.target_bytes / speed.bytes_per_s, 2 * weights * batch / (speed.flops_per_s * _FORWARD_SHARE))
-
-
-# --- showing it ----------------------------------------------------------------------------------------------------
-
-
-def show_plan(context: Context) -> None:
-    """Print what the context's command would do here (``plan``: the whole pipeline) and what it would take."""
-    config, command = context.config, context.command
-    lines = [
-        ("run directory", str(context.run_dir.path)),
-        ("target", f"{config.target.name}: {context.source.summary}"),
-    ]
-    if context.spec_or_none is not None:
-        spec = context.spec
-        lines.append(
-            (
-                "",
-                f"{spec.num_layers} layers, hidden size {spec.hidden_size}, {spec.vocab_size:,} tokens, "
-                f"{context.dtype_name}",
-            )
-        )
-        lines += _drafter_lines(context)
-    if context.prompts_or_none is not None:
-        lines.append(("prompts", f"{len(context.prompts.train):,} training, {len(context.prompts.heldout):,} held out"))
-    if "eval" in command.stages:
-        lines.append(
-            ("suite", f"{config.suite.name}: {config.suite.prompts}, at most {config.suite.max_prompts} prompts")
-        )
-        batches, policies = (", ".join(map(str, several)) for several in (config.batch_sizes, config.draft_policies))
-        lines.append(("", f"conversations at a time: {batches}; draft policy: {policies}"))
-    if context.spec_or_none is None:
-        lines.append(("", "its dimensions are not known here, so neither are disk, memory and time"))
-    decisions = _decisions(context)
-    lines += [("stage", str(decision)) for decision in decisions]
-    if command.needs_prompts and context.spec_or_none is not None and context.prompts_or_none is not None:
-        lines += _cost_lines(context, {decision.name for decision in decisions if decision.skip})
-    table = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
-    for name, text in lines:
-        table.add_row(name, text)
-    stdout.print(table)
-    say("everything that can be checked before work starts has been checked; nothing was written")
-
-
-def _drafter_lines(context: Context) -> list[tuple[str, str]]:
-    """What is trained or measured, and how it drafts."""
-    from spectrain.drafters.drafter_folder import read_method, read_shape
-    from spectrain.drafters.registry import find_method
-
-    config, folder = context.config, context.config.drafter.path
-    most = find_method(config.drafter.method).max_drafts(config.drafter)
-    if context.command.needs_drafter:
-        folder = str(context.measured_drafter)
-    if folder is None:
-        method, size = config.drafter.method, config.drafter.draft_vocab_size or context.spec.vocab_size
-        lines = [("drafter", f"{method}, taps {list(context.taps)}, draft vocabulary of {size:,}")]
-    else:
-        shape = read_shape(folder, context.spec.default_taps())
-        most = shape.max_drafts
-        lines = [("drafter", f"{read_method(folder)}, taps {list(shape.taps)}, from {folder}")]
-    n = config.decoding.num_speculative_tokens
-    blocks = f" of the {most} that it can give" if most is not None and n < most else ""
-    return [*lines, ("", f"drafts {n} tokens a round{blocks}, judged at temperature {config.decoding.temperature:g}")]
-
-
-def _decisions(context: Context) -> list[Decision]:
-    """What each stage of the command would do; none where the target has to be fetched first."""
-    from spectrain.stages import capture, fit, generate
-
-    if context.source.folder is None or context.prompts_or_none is None:
-        return []
-    stages = {"generate": generate.decide, "capture": capture.decide, "fit": fit.decide}
-    return [decide(context) for name, decide in stages.items() if name in context.command.stages]
-
-
-def _cost_lines(context: Context, skipped: set[str]) -> list[tuple[str, str]]:
-    numbers = estimate(context)
-    every = stage_seconds(context, numbers, measure_speed(context))
-    seconds = {name: value for name, value in every.items() if name in context.command.stages and name not in skipped}
-    free = free_bytes(context.data_dir.path)
-    short = numbers.states_bytes > free and "capture" not in skipped
-    return [
-        ("tokens", f"at most {numbers.tokens:,}, of which {numbers.generated_tokens:,} generated"),
-        (
-            "disk",
-            f"{bytes_text(numbers.states_bytes)} of hidden states at most ({context.states_dtype}), "
-            f"{bytes_text(free)} free",
-        ),
-        *(
-            [("", "MORE THAN IS FREE: hidden_states.dtype=int8, data.max_train or sampling.max_new_tokens lower it")]
-            if short
-            else []
-        ),
-        ("memory", f"target {bytes_text(numbers.target_bytes)}, training {bytes_text(numbers.train_bytes)}"),
-        ("drafter", f"{numbers.drafter_parameters / 1e6:,.1f} M trained parameters"),
-        (
-            "time",
-            ", ".join(f"{name} {_duration(value)}" for name, value in seconds.items())
-            + f"; about {_duration(sum(seconds.values()))} in all",
-        ),
-    ]
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:,.0f} s"
-    return f"{seconds / 60:,.0f} min" if seconds < 5400 else f"{seconds / 3600:,.1f} h"
+def _decode_s(context: Context, numbers: Estimate, speed: MachineSpeed, batch: int) -> float:
+    """One decoding step: all weights are read once (of experts, those that some row of the batch meets), and multiplied
+    with every row of the batch.
+    """
+    engine, active = context.config.engine, active_parameters(context.spec)
+    share = min(1.0, active * batch / target_parameters(context.spec))
+    split = 1 if engine.name == "hf" else engine.tensor_parallel_size * engine.pipeline_parallel_size
+    reading = numbers.target_bytes * share / speed.bytes_per_s
+    return max(reading, 2 * active * batch / (speed.flops_per_s * speed.forward_share)) / split

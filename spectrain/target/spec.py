@@ -10,6 +10,7 @@ Ids that end an answer of the target: one definition for every engine, the chat 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,19 @@ from spectrain.target.served_rope import is_longrope, settled
 # Layers whose state is a K/V cache. Any other kind (linear_attention, mamba, conv, …) carries a recurrent state that
 # cannot be cropped.
 ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention"})
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts: ``count`` MLPs of ``width`` a layer, of which a token meets ``active``, beside a shared one
+    of ``shared_width``; the first ``dense_layers`` have an ordinary MLP instead.
+    """
+
+    count: int
+    active: int
+    width: int
+    shared_width: int
+    dense_layers: int
 
 
 @dataclass(frozen=True)
@@ -57,6 +71,7 @@ class TargetSpec:
     architectures: tuple[str, ...]
     dtype: torch.dtype
     quantization: Quantization | None = None
+    experts: Experts | None = None
 
     @classmethod
     def from_config(cls, hf_config: Any, folder: Path | None = None) -> TargetSpec:
@@ -89,6 +104,7 @@ class TargetSpec:
             architectures=_texts("architectures", getattr(hf_config, "architectures", None) or ()),
             dtype=_dtype(hf_config, text),
             quantization=quantization_of(hf_config, folder),
+            experts=_experts(text),
         )
 
     @classmethod
@@ -97,6 +113,14 @@ class TargetSpec:
         config = load_config(folder, trust_remote_code)
         with understood(f"{Path(folder) / CONFIG} as a target configuration"):
             return cls.from_config(config, folder)
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any], name: str) -> TargetSpec:
+        """Of fields of a config.json, ``model_type`` among them. ``name``: whose they are, for errors."""
+        from transformers import AutoConfig
+
+        with understood(f"target.dimensions of {name}"), quiet_transformers():
+            return cls.from_config(AutoConfig.for_model(**fields))
 
     def served_at(self, max_length: int) -> TargetSpec:
         """The same target as a server of ``max_length`` tokens computes it: see ``served_rope.py``."""
@@ -178,6 +202,23 @@ def _whole(text_config: Any, names: tuple[str, ...], default: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise InputError(f"config.json of the target: {names[0]} is {value!r:.60}, it must be a whole number above 0")
     return value
+
+
+def _experts(text_config: Any) -> Experts | None:
+    """Families name them differently, and say which layers have none by a number, a list or a stride."""
+    count = _first(text_config, ("num_experts", "num_local_experts", "n_routed_experts"), None)
+    active = _first(text_config, ("num_experts_per_tok", "experts_per_token", "top_k_experts"), None)
+    if not isinstance(count, int) or not isinstance(active, int) or count < 1:
+        return None
+    width = _whole(text_config, ("moe_intermediate_size", "intermediate_size"), 1)
+    shared = _first(text_config, ("shared_expert_intermediate_size",), None)
+    if shared is None:
+        shared = (_first(text_config, ("n_shared_experts",), 0) or 0) * width
+    layers, stride = text_config.num_hidden_layers, _first(text_config, ("decoder_sparse_step",), 1) or 1
+    dense = set(range(_first(text_config, ("first_k_dense_replace",), 0) or 0))
+    dense |= set(_first(text_config, ("mlp_only_layers",), ()) or ())
+    dense |= {layer for layer in range(layers) if (layer + 1) % stride}
+    return Experts(count, active, width, int(shared), len(dense))
 
 
 def _positive(text_config: Any, names: tuple[str, ...], default: float) -> float:

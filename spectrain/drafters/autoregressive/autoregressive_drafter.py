@@ -33,7 +33,7 @@ from spectrain.drafters.autoregressive.unroll import Columns, align_to_teachers
 from spectrain.drafters.drafter import Drafter, DraftScores, KeyValueCache, draft_uniforms
 from spectrain.drafters.layers import Rotary
 from spectrain.drafters.losses import LossSums, draft_loss
-from spectrain.drafters.registry import CorpusSize, DrafterMethod, TrainingCost
+from spectrain.drafters.registry import BatchSize, CorpusSize, DrafterMethod, TrainingCost, TrainingRows
 from spectrain.drafters.teacher_forced import accept_probability
 from spectrain.target.cpu_kernels import linear
 from spectrain.target.families import at_least_float32
@@ -162,6 +162,29 @@ class AutoregressiveMethod(DrafterMethod):
             batch_outputs=trainer.packed_length * trainer.micro_batch_size * steps,
             token_entries=sum(size for name, size in entries.items() if name in _PER_TOKEN),
             output_entries=sum(size for name, size in entries.items() if not name.endswith(_NOT_PER_OUTPUT)),
+        )
+
+    def training_rows(self, config: DrafterConfig, trainer: TrainerConfig, batch: BatchSize) -> TrainingRows:
+        return self._rows(config, config.autoregressive.ttt_steps, batch)
+
+    def simulated_rows(self, config: DrafterConfig, drafts: int, batch: BatchSize) -> TrainingRows:
+        return self._rows(config, drafts, batch)
+
+    def _rows(self, config: DrafterConfig, steps: int, batch: BatchSize) -> TrainingRows:
+        """Of generated tokens that are unrolled for so many steps; of the others there are keys and values, and where
+        another layer follows, its whole input. Step k stacks the keys of k steps.
+        """
+        columns = batch.generated_tokens
+        return TrainingRows(
+            layer_rows=columns * steps,
+            students=columns * steps,
+            teachers=columns,
+            inner_rows=batch.tokens - columns,
+            key_rows=batch.tokens - columns,
+            copied_keys=columns * steps * (steps - 1) / 2,
+            own_keys=steps - 1,
+            with_embedding=True,
+            normed_taps=config.eagle3.fc_norm or config.eagle3.norm_before_fc,
         )
 
 

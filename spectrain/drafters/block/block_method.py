@@ -25,7 +25,7 @@ from spectrain.drafters.field_checks import flag, positive, whole
 from spectrain.drafters.foreign_checkpoints import block_decoder_layer, block_taps, mask_token, speculators_fields
 from spectrain.drafters.init_from_target import MLP_NORMS, copy_weights, mlp_norm, read_layer
 from spectrain.drafters.layers import from_layer_config, layer_shape, to_layer_config
-from spectrain.drafters.registry import Corpus, CorpusSize, DrafterMethod, TrainingCost
+from spectrain.drafters.registry import BatchSize, Corpus, CorpusSize, DrafterMethod, TrainingCost, TrainingRows
 from spectrain.errors import ConfigError
 from spectrain.target.head import TargetHead
 from spectrain.target.spec import TargetSpec
@@ -144,6 +144,30 @@ class BlockMethod(DrafterMethod):
             token_entries=entries["fc.weight"] + context,
             output_entries=sum(size for name, size in entries.items() if not name.endswith(_NOT_PER_OUTPUT)),
         )
+
+    def training_rows(self, config: DrafterConfig, trainer: TrainerConfig, batch: BatchSize) -> TrainingRows:
+        drawn = config.block.anchors * batch.tokens / trainer.packed_length
+        return self._rows(config, min(batch.generated_tokens, drawn), self.max_drafts(config), batch)
+
+    def simulated_rows(self, config: DrafterConfig, drafts: int, batch: BatchSize) -> TrainingRows:
+        return self._rows(config, batch.generated_tokens, min(drafts, self.max_drafts(config)), batch)
+
+    def _rows(self, config: DrafterConfig, blocks: float, drafts: int, batch: BatchSize) -> TrainingRows:
+        """Of blocks that give so many drafts each; the context has keys and values alone."""
+        slots = drafts + (not self.samples_from_anchor(config))
+        students = blocks * drafts
+        return TrainingRows(
+            layer_rows=blocks * slots,
+            students=students,
+            teachers=min(students, batch.generated_tokens),
+            key_rows=batch.tokens,
+            own_keys=slots,
+            extra_widths=self.extra_widths(config, slots),
+        )
+
+    def extra_widths(self, config: DrafterConfig, slots: int) -> float:
+        """Float32 copies of a slot that this kind's layers keep in training beyond those of a decoder layer."""
+        return 0.0
 
     # --- its folder --------------------------------------------------------------------------------------------------
 

@@ -37,6 +37,13 @@ class DFlash2Method(DFlashMethod):
             "selector": SelectorShape(own.selector_rank, min(own.selector_top_k, spec.vocab_size)),
         }
 
+    def extra_widths(self, config: DrafterConfig, slots: int) -> float:
+        """Each of four mixes keeps what it reads, and the coefficients of every slot that a step of its kernel
+        reaches.
+        """
+        reached = sum(1 - step / slots for step in range(min(config.dflash2.conv_kernel_size, slots)))
+        return 4 * (1 + reached)
+
     def describe_heads(self, shape: BlockShape) -> dict[str, Any]:
         assert shape.conv is not None and shape.selector is not None
         conv, selector = shape.conv, shape.selector

@@ -1,0 +1,228 @@
+"""``spectrain plan`` and ``--dry-run`` on the terminal: what a command would do, and a table of what it would take."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.table import Table
+
+from spectrain.console import say, stdout
+from spectrain.files import bytes_text, free_bytes
+from spectrain.stages.context import Context
+from spectrain.stages.plan import (
+    Estimate,
+    active_parameters,
+    device_speed,
+    engine_devices,
+    estimate,
+    fit_flops,
+    host_bytes,
+    on_accelerator,
+    planned_ranks,
+    stage_seconds,
+    target_parameters,
+    training_epochs,
+    training_memory,
+)
+from spectrain.stages.run_dir import Decision
+from spectrain.stages.target_checks import memory_bytes
+from spectrain.stages.training_memory import CAN_BE_CHOSEN, STRATEGIES
+
+
+def show_plan(context: Context) -> None:
+    """Print what the context's command would do here (``plan``: the whole pipeline) and what it would take."""
+    config, command = context.config, context.command
+    lines = [
+        ("run directory", str(context.run_dir.path)),
+        ("target", f"{config.target.name}: {context.source.summary}"),
+    ]
+    if context.spec_or_none is not None:
+        spec = context.spec
+        lines.append(
+            (
+                "",
+                f"{spec.num_layers} layers, hidden size {spec.hidden_size}, {spec.vocab_size:,} tokens, "
+                f"{context.dtype_name}",
+            )
+        )
+        lines += _drafter_lines(context)
+    if context.prompts_or_none is not None:
+        lines.append(("prompts", f"{len(context.prompts.train):,} training, {len(context.prompts.heldout):,} held out"))
+    if "eval" in command.stages:
+        lines.append(
+            ("suite", f"{config.suite.name}: {config.suite.prompts}, at most {config.suite.max_prompts} prompts")
+        )
+        batches, policies = (", ".join(map(str, several)) for several in (config.batch_sizes, config.draft_policies))
+        lines.append(("", f"conversations at a time: {batches}; draft policy: {policies}"))
+    if context.spec_or_none is None:
+        lines.append(("", "its dimensions are not known here, so neither are disk, memory and time"))
+    decisions = _decisions(context)
+    lines += [("stage", str(decision)) for decision in decisions]
+    counted = command.needs_prompts and context.spec_or_none is not None and context.prompts_or_none is not None
+    if counted:
+        lines += _cost_lines(context, {decision.name for decision in decisions if decision.skip})
+    table = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
+    for name, text in lines:
+        table.add_row(name, text)
+    stdout.print(table)
+    if counted and "fit" in command.stages:
+        stdout.print(memory_table(context))
+        for line in _fitting(context):
+            say(line)
+    say("everything that can be checked before work starts has been checked; nothing was written")
+
+
+def _drafter_lines(context: Context) -> list[tuple[str, str]]:
+    """What is trained or measured, and how it drafts."""
+    from spectrain.drafters.drafter_folder import read_method, read_shape
+    from spectrain.drafters.registry import find_method
+
+    config, folder = context.config, context.config.drafter.path
+    most = find_method(config.drafter.method).max_drafts(config.drafter)
+    if context.command.needs_drafter:
+        folder = str(context.measured_drafter)
+    if folder is None:
+        method, size = config.drafter.method, config.drafter.draft_vocab_size or context.spec.vocab_size
+        lines = [("drafter", f"{method}, taps {list(context.taps)}, draft vocabulary of {size:,}")]
+    else:
+        shape = read_shape(folder, context.spec.default_taps())
+        most = shape.max_drafts
+        lines = [("drafter", f"{read_method(folder)}, taps {list(shape.taps)}, from {folder}")]
+    n = config.decoding.num_speculative_tokens
+    blocks = f" of the {most} that it can give" if most is not None and n < most else ""
+    return [*lines, ("", f"drafts {n} tokens a round{blocks}, judged at temperature {config.decoding.temperature:g}")]
+
+
+def _decisions(context: Context) -> list[Decision]:
+    """What each stage of the command would do; none where the target has to be fetched first."""
+    from spectrain.stages import capture, fit, generate
+
+    if context.source.folder is None or context.prompts_or_none is None:
+        return []
+    stages = {"generate": generate.decide, "capture": capture.decide, "fit": fit.decide}
+    return [decide(context) for name, decide in stages.items() if name in context.command.stages]
+
+
+def _cost_lines(context: Context, skipped: set[str]) -> list[tuple[str, str]]:
+    numbers = estimate(context)
+    every = stage_seconds(context, numbers, device_speed(context))
+    seconds = {name: value for name, value in every.items() if name in context.command.stages and name not in skipped}
+    free = free_bytes(context.data_dir.path)
+    short = numbers.states_bytes > free and "capture" not in skipped and context.planned_device is None
+    return [
+        ("tokens", f"at most {numbers.tokens:,}, of which {numbers.generated_tokens:,} generated"),
+        (
+            "disk",
+            f"{bytes_text(numbers.states_bytes)} of hidden states at most ({context.states_dtype}), "
+            f"{bytes_text(free)} free",
+        ),
+        *(
+            [("", "MORE THAN IS FREE: hidden_states.dtype=int8, data.max_train or sampling.max_new_tokens lower it")]
+            if short
+            else []
+        ),
+        ("memory", f"target {bytes_text(numbers.target_bytes)}, training {bytes_text(numbers.train_bytes)} a rank"),
+        *_parameter_lines(context, numbers),
+        *_work_lines(context, numbers, every),
+        (
+            "time",
+            ", ".join(f"{name} {_duration(value)}" for name, value in seconds.items())
+            + f"; about {_duration(sum(seconds.values()))} in all",
+        ),
+    ]
+
+
+def _parameter_lines(context: Context, numbers: Estimate) -> list[tuple[str, str]]:
+    every, active = target_parameters(context.spec), active_parameters(context.spec)
+    met = "" if every == active else f", of which a token meets {active / 1e9:,.2f} B"
+    return [
+        ("", f"the target has {every / 1e9:,.2f} B parameters{met}"),
+        ("drafter", f"{numbers.drafter_parameters / 1e6:,.1f} M trained parameters"),
+    ]
+
+
+def _work_lines(context: Context, numbers: Estimate, seconds: dict[str, float]) -> list[tuple[str, str]]:
+    """Operations, devices, and how fast hidden states go from capture to training."""
+    device, config, ranks = context.planned_device, context.config, planned_ranks(context)
+    epochs = training_epochs(context, numbers)
+    name = "this machine, measured"
+    if device is not None:
+        peak = device.peak_flops(config.trainer.precision) / 1e12
+        name = f"{device.label}, {config.plan.utilisation:.0%} of {peak:,.0f} TFLOPS in training"
+    written = numbers.states_bytes / max(seconds["capture"] or seconds["generate"], 1e-9)
+    read = numbers.states_bytes * epochs / max(seconds["fit"], 1e-9)
+    return [
+        ("device", f"{name}; target on {engine_devices(config)}, training on {ranks}"),
+        (
+            "work",
+            f"{2 * active_parameters(context.spec) * numbers.tokens:.2g} operations for one pass of the target, "
+            f"{fit_flops(context, numbers) * epochs:.2g} for training",
+        ),
+        (
+            "states",
+            f"capture writes {bytes_text(written)}/s, training reads {bytes_text(read)}/s, a rank "
+            f"{bytes_text(read / ranks)}/s",
+        ),
+    ]
+
+
+# --- memory of a rank ----------------------------------------------------------------------------------------------
+
+
+def memory_table(context: Context) -> Table:
+    """Parts of a rank's memory under each strategy; what is largest at a time makes the peak."""
+    ranks = planned_ranks(context)
+    plans = {name: training_memory(context, name) for name in STRATEGIES}
+    table = Table(box=box.SIMPLE, pad_edge=False, title=f"memory of one rank of {ranks}", title_justify="left")
+    for column in ("", *(name if name in CAN_BE_CHOSEN else f"({name})" for name in plans)):
+        table.add_column(column, justify="left" if not column else "right")
+    first = next(iter(plans.values()))
+    parts = [(part, [plan.lasting[part] for plan in plans.values()]) for part in first.lasting]
+    parts.append(("gradients", [plan.gradients for plan in plans.values()]))
+    for moment in ("forward", "backward", "evaluation"):
+        parts += [
+            (f"{moment}: {part}", [getattr(plan, moment)[part] for plan in plans.values()])
+            for part in getattr(first, moment)
+        ]
+    for part, sizes in parts:
+        if any(sizes):
+            table.add_row(part, *map(bytes_text, sizes))
+    table.add_section()
+    for moment in first.moments:
+        table.add_row(f"in all, {moment}", *(bytes_text(plan.moments[moment]) for plan in plans.values()))
+    table.add_row("peak", *(bytes_text(plan.peak) for plan in plans.values()))
+    if ranks > 1 or context.planned_device is not None:
+        table.add_row("host, beside", *[bytes_text(host_bytes(context))] * len(plans))
+    return table
+
+
+def _fitting(context: Context) -> list[str]:
+    """Which strategies fit the device, and what would help where the ones that can be chosen do not."""
+    there, name = _there(context)
+    peaks = {strategy: training_memory(context, strategy).peak for strategy in STRATEGIES}
+    fitting = [strategy for strategy, peak in peaks.items() if peak <= there]
+    lines = []
+    for strategy in CAN_BE_CHOSEN:
+        fits = "fits" if strategy in fitting else "DOES NOT FIT"
+        lines.append(f"{strategy} {fits} {name}: {bytes_text(peaks[strategy])} of {bytes_text(there)}")
+    if not set(fitting) & set(CAN_BE_CHOSEN):
+        others = f"{', '.join(fitting)} would fit, but cannot be chosen yet; " if fitting else ""
+        lines.append(
+            f"{others}lower trainer.packed_length, trainer.micro_batch_size, drafter.num_layers, drafter.block.anchors "
+            f"or drafter.autoregressive.ttt_steps"
+        )
+    return lines
+
+
+def _there(context: Context) -> tuple[float, str]:
+    """(memory that a rank has, of what)."""
+    if context.planned_device is not None:
+        return context.planned_device.memory_bytes, f"one {context.planned_device.label}"
+    if context.config.plan.device == "cpu" or not on_accelerator(context):
+        return memory_bytes("cpu") / planned_ranks(context), "its share of this machine's memory"
+    return memory_bytes(context.config.target.device), "this machine's device"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:,.0f} s"
+    return f"{seconds / 60:,.0f} min" if seconds < 5400 else f"{seconds / 3600:,.1f} h"
