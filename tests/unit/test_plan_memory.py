@@ -82,7 +82,7 @@ def count_and_estimate(*arguments: str) -> tuple[float, float]:
 
 
 def size_of(drafter: torch.nn.Module, layers: int) -> DrafterSize:
-    every = [p for p in drafter.parameters()]
+    every = list(drafter.parameters())
     return DrafterSize(
         layer=drafter.shape.layer,
         num_layers=layers,

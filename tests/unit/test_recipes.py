@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -178,6 +179,33 @@ def test_figures_follow_the_block(qwen3_8b: Path) -> None:
     assert (
         dspark.drafter_parameters - dflash.drafter_parameters == 2 * 151936 * 256 + 4096 + 256
     )  # Markov's tables, the confidence head
+
+
+# --- with nothing here ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", group_options("recipe"))
+def test_every_recipe_plans_without_vllm_network_and_weights(
+    recipe: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(*arguments: Any, **options: Any) -> Any:
+        raise OSError("no network")
+
+    monkeypatch.setattr("socket.socket.connect", unreachable)
+    monkeypatch.setattr("spectrain.target.resolve._cached_snapshot", lambda config: None)
+    monkeypatch.setattr("spectrain.target.resolve.find_gguf", lambda package: None)
+    for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "vllm", None)  # importing it, or looking for it, fails
+    out = dry_run(capsys, f"recipe={recipe}", "trainer.devices=8", "plan.device=mi300x")
+    assert "planned by its dimensions at" in out and "memory of one rank of 8" in out
+    assert "ddp fits one AMD Instinct MI300X" in out and "of 192 GB" in out
+
+
+def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """512 anchors in each of four packed sequences: masks and activations beyond 80 GB."""
+    out = dry_run(capsys, "recipe=dflash_qwen3", "plan.device=h100", "trainer.micro_batch_size=8")
+    assert "ddp DOES NOT FIT one NVIDIA H100 SXM" in out
 
 
 # --- a target that is still on the Hub -----------------------------------------------------------------------------
