@@ -67,7 +67,7 @@ def show_plan(context: Context) -> None:
     if counted and "fit" in command.stages:
         stdout.print(memory_table(context))
         for line in _fitting(context):
-            say(line)
+            stdout.print(line, soft_wrap=True)
     say("everything that can be checked before work starts has been checked; nothing was written")
 
 

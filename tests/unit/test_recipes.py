@@ -87,7 +87,7 @@ def test_quickstarts_plan_from_the_installed_package(
     method = recipe.split("_")[0].replace("quickstart", "eagle3")
     assert f"drafter {method}, taps [2, " in out and "30 layers, hidden size 576, 49,152 tokens" in out
     assert "400 training, 48 held out" in out
-    for text in ("GB of hidden states", "memory target", "M trained parameters", "in all"):
+    for text in ("B of hidden states", "memory target", "M trained parameters", "in all"):
         assert text in out
     fewer = dry_run(capsys, f"recipe={recipe}", "decoding.num_speculative_tokens=2")
     blocks = "" if method == "eagle3" else " of the 3 that it can give"
@@ -132,7 +132,7 @@ def test_published_settings(
     out = dry_run(capsys, f"recipe={recipe}", f"target.path={qwen3_8b}", "target.dtype=bfloat16")
     assert "36 layers, hidden size 4096, 151,936 tokens, bfloat16" in out
     assert f"drafter {drafter.method}, taps [2, 10, 18, 26, 34]" in out
-    assert "memory target 16.38 GB" in out  # 8.19 billion parameters
+    assert "memory target 16 GB" in out  # 8.19 billion parameters
 
 
 def estimate(recipe: str, folder: Path, *more: str) -> tuple[Any, plan.Estimate]:
@@ -171,7 +171,7 @@ def test_figures_follow_the_block(qwen3_8b: Path) -> None:
     for anchors in (128, 256):
         context, numbers = estimate("dflash_qwen3", qwen3_8b, f"drafter.block.anchors={anchors}")
         fits.append(plan.stage_seconds(context, numbers, plan.MachineSpeed(1e12, 1e11))["fit"])
-        memory.append(numbers.train_bytes)
+        memory.append(plan.training_memory(context).moments["forward"])
     assert 1.5 < fits[1] / fits[0] < 2
     assert memory[1] > memory[0]
     _, dspark = estimate("dspark_qwen3", qwen3_8b)
@@ -237,7 +237,7 @@ def test_a_plan_needs_only_the_configuration_of_a_target_on_the_hub(
     monkeypatch.setattr("spectrain.target.resolve._ask_hub", lambda config: info)
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
     out = dry_run(capsys, "recipe=dspark_qwen3", "target.path=Somebody/Else", "target.dtype=bfloat16")
-    assert "memory target 16.38 GB" in out and "drafter dspark, taps [2, 10, 18, 26, 34]" in out
+    assert "memory target 16 GB" in out and "drafter dspark, taps [2, 10, 18, 26, 34]" in out
 
     def broken(*arguments: Any, **options: Any) -> str:
         raise OSError("gone")
