@@ -67,7 +67,7 @@ def show_plan(context: Context) -> None:
     if counted and "fit" in command.stages:
         stdout.print(memory_table(context))
         for line in _fitting(context):
-            say(line)
+            stdout.print(line, soft_wrap=True)
     say("everything that can be checked before work starts has been checked; nothing was written")
 
 
@@ -171,7 +171,7 @@ def _work_lines(context: Context, numbers: Estimate, seconds: dict[str, float]) 
 def memory_table(context: Context) -> Table:
     """Parts of a rank's memory under each strategy; what is largest at a time makes the peak."""
     ranks = planned_ranks(context)
-    plans = {name: training_memory(context, name) for name in STRATEGIES}
+    plans = {name: training_memory(context, name) for name in (STRATEGIES if ranks > 1 else CAN_BE_CHOSEN)}
     table = Table(box=box.SIMPLE, pad_edge=False, title=f"memory of one rank of {ranks}", title_justify="left")
     for column in ("", *(name if name in CAN_BE_CHOSEN else f"({name})" for name in plans)):
         table.add_column(column, justify="left" if not column else "right")

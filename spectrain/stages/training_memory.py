@@ -114,7 +114,6 @@ def rank_memory(
         forward={"activations": kept, **casts, "mask": mask_bytes(size, training), "loss": loss},
         backward={**casts, "backward of a layer": _backward_bytes(size, training)},
         evaluation={
-            **casts,
             "mask": mask_bytes(size, evaluation),
             "simulation": simulation_bytes(size, evaluation) + _batch_bytes(size, evaluation),
         },
