@@ -11,8 +11,8 @@ much of the rest is copied from earlier text. So it can be solved for, from the 
     feature     again: taps below N know more of y_{t+1} than y_t does. Which feature would bring the first step there
                 through M? fc moves towards it, as far as ``_NEARNESS`` allows: later steps are fed the drafter's own
                 output, which resembles y
-    matches     the second query head of each key/value head looks at the columns behind earlier occurrences of its
-                own token: their values say how the text went on there
+    matches     further query heads of each key/value head look at the columns behind earlier occurrences of their
+                own token: the values there say how the text went on
     outputs     of attention, then of the MLP (gate and up as they are): what is left, over all K steps, from what the
                 heads and the hidden units really are; the MLP's twice, the second time with the features that the first
                 solution feeds back
@@ -24,8 +24,8 @@ peaks at distance 0.
 
 A head that finds its token: column s holds x_{s+1} and, in its feature, traces of x_s. Whitened principal components of
 the embeddings are a code of tokens in which different ones are nearly orthogonal. Queries are the code of the column's
-token, keys what can be told of the code of x_s from the column's input (again regression), both in the rotary pairs
-that turn too slowly for distance to matter.
+token, keys what can be told of the code of x_s from the column's input (again regression), both in the
+slower rotary pairs, where distance matters little.
 
 All y are divided by their root mean square (the norm before the head undoes it), so that no token outweighs another.
 Costs seven passes over at most ``MAX_COLUMNS_PER_DIM``·2H columns and, a column, 2·((A·H)² + (3H)² + K·I'² ) operations
@@ -61,8 +61,9 @@ _SIZE_ROUNDS = 3
 _FAST_PAIRS = 4
 _LEAST_CONSTANT = 0.9  # mean of w·x below which no head could be made to look at its own column
 _SHARPNESS = 5.0  # lead of the own column's score over its neighbour's
-_REACH = 256  # tokens over which a slow rotary pair turns by less than one radian
-_MATCH = 20.0  # mean score of a column whose token was found
+_SLOW = 1 / 16  # radians a token: rotary pairs that turn less carry codes, and prefer late occurrences to early ones
+_MATCHES = (8.0, 32.0)  # mean scores of a column whose token was found, by a head that weighs many and a sharp one
+_ONLY_MATCH = 16.0  # where there is one such head, or q/k norms make all alike
 _CODE_SHARE = 0.25  # with q/k norms: squared size of a key's code, as a share of that of its constant
 
 
@@ -184,15 +185,16 @@ def _move_feature(body: Eagle3Body, text: InitText, fuse: Gram, used: int) -> No
 def _match_tokens(
     body: Eagle3Body, rotary: Rotary, text: InitText, constant_I: Tensor, mean_I: Tensor, used: int
 ) -> None:
-    """Queries and keys of the second head of each group: keys say which token their column's feature belongs to,
-    queries which token their column holds. Nothing where there is one head a group, or no slow rotary pair.
+    """Queries and keys of further heads of each group: keys say which token their column's feature belongs to,
+    queries which token their column holds. Nothing where there is one head a group, or no slow
+    rotary pair.
 
     ``mean_I`` is the mean of the columns' inputs, of which ``constant_I`` makes 1: it is taken off every code.
     """
     shape, layer = body.shape.layer, body.layers[0]
     attention, hidden, d = layer.self_attn, shape.hidden_size, shape.head_dim
     groups, half = shape.num_key_value_heads, shape.head_dim // 2
-    slow = [pair for pair in range(_own_pairs(body), half) if float(rotary.inv_freq[pair]) * _REACH < 1]
+    slow = [pair for pair in range(_own_pairs(body), half) if float(rotary.inv_freq[pair]) < _SLOW]
     entries = torch.tensor([*slow, *(pair + half for pair in slow)])
     if shape.num_attention_heads == groups or not slow:
         return
@@ -213,26 +215,22 @@ def _match_tokens(
     query_IC[:hidden] += code_HC
     # Mean of what a key and its own token's code have in common.
     agreement = float((key_IC * (told.xx @ key_IC)).sum()) / used
-    query_scale, key_scale = _code_scales(body, agreement)
     entries = entries[:size]
     q_GRdI = attention.q_proj.weight.view(groups, -1, d, 2 * hidden)
     k_GdI = attention.k_proj.weight.view(groups, d, 2 * hidden)
-    q_GRdI[:, 1] = 0.0
-    q_GRdI[:, 2:, entries] = 0.0  # they share the keys and are left to training
-    q_GRdI[:, 1, entries] = query_scale * query_IC.T.to(q_GRdI)
-    k_GdI[:, entries] = key_scale * key_IC.T.to(k_GdI)
-    if shape.qk_norm:
-        attention.k_norm.weight[entries] = _MATCH / math.sqrt(d * _CODE_SHARE / (1 + _CODE_SHARE))
+    q_GRdI[:, 1:, entries] = 0.0  # heads beyond share the keys and are left to training
+    if shape.qk_norm:  # the length of a query does not matter, nor that of a key but for the parts it consists of
+        matches = (_ONLY_MATCH,)
+        key_scale = math.sqrt(_CODE_SHARE * float(_own_column_vector(body).square().sum()) / agreement)
+        attention.k_norm.weight[entries] = _ONLY_MATCH / math.sqrt(d * _CODE_SHARE / (1 + _CODE_SHARE))
         attention.k_norm.weight[: _own_pairs(body)] *= math.sqrt(1 + _CODE_SHARE)  # beside the code it is shorter
-
-
-def _code_scales(body: Eagle3Body, agreement: float) -> tuple[float, float]:
-    """Factors of queries' and keys' codes."""
-    shape = body.shape.layer
-    if shape.qk_norm:  # the length of a query does not matter
-        return 1.0, math.sqrt(_CODE_SHARE * float(_own_column_vector(body).square().sum()) / agreement)
-    factor = math.sqrt(_MATCH * math.sqrt(shape.head_dim) / agreement)
-    return factor, factor
+    else:
+        matches = _MATCHES if q_GRdI.shape[1] > len(_MATCHES) else (_ONLY_MATCH,)
+        key_scale = math.sqrt(_ONLY_MATCH * math.sqrt(d) / agreement)
+    k_GdI[:, entries] = key_scale * key_IC.T.to(k_GdI)
+    for number, match in enumerate(matches, start=1):
+        q_GRdI[:, number] = 0.0
+        q_GRdI[:, number, entries] = match * math.sqrt(d) / (agreement * key_scale) * query_IC.T.to(q_GRdI)
 
 
 def _solve_outputs(body: Eagle3Body, rotary: Rotary, text: InitText, steps: int, decay: float) -> None:
