@@ -169,6 +169,7 @@ def _move_feature(body: Eagle3Body, text: InitText, fuse: Gram, used: int) -> No
         left.xy = left.xy + _product(
             _tap_inputs(body, batch, t_P), unit(batch.last_hidden_TH[t_P + 1]) - embedding_PH @ through_e_HH
         )
+    assert isinstance(fuse.xx, Tensor)
     wanted_IH, fc_IH = left.solve(), body.fc.weight.T.double()
     one_HH = torch.eye(hidden, dtype=fc_IH.dtype, device=fc_IH.device)
     moved_IH = fc_IH
@@ -198,7 +199,8 @@ def _match_tokens(
     entries = torch.tensor([*slow, *(pair + half for pair in slow)])
     if shape.num_attention_heads == groups or not slow:
         return
-    told, squares_HH = Gram(), 0.0
+    told = Gram()
+    squares_HH = torch.zeros(hidden, hidden, dtype=torch.float64, device=attention.k_proj.weight.device)
     mean_H = mean_I[:hidden].float()
     for batch, columns in text.columns():
         t_P = columns.query_M
@@ -206,6 +208,7 @@ def _match_tokens(
         own_PH = layer.input_layernorm(text.embeddings(batch, t_P)) - mean_H
         told.add(x_PI, own_PH)
         squares_HH = squares_HH + _product(own_PH, own_PH)
+    assert isinstance(told.xx, Tensor)
     # Unlike tokens have nearly orthogonal codes, of squared length C on average.
     values_H, vectors_HH = torch.linalg.eigh(squares_HH / used)
     size = min(len(entries), hidden)
@@ -220,7 +223,7 @@ def _match_tokens(
     k_GdI = attention.k_proj.weight.view(groups, d, 2 * hidden)
     q_GRdI[:, 1:, entries] = 0.0  # heads beyond share the keys and are left to training
     if shape.qk_norm:  # the length of a query does not matter, nor that of a key but for the parts it consists of
-        matches = (_ONLY_MATCH,)
+        matches: tuple[float, ...] = (_ONLY_MATCH,)
         key_scale = math.sqrt(_CODE_SHARE * float(_own_column_vector(body).square().sum()) / agreement)
         attention.k_norm.weight[entries] = _ONLY_MATCH / math.sqrt(d * _CODE_SHARE / (1 + _CODE_SHARE))
         attention.k_norm.weight[: _own_pairs(body)] *= math.sqrt(1 + _CODE_SHARE)  # beside the code it is shorter
