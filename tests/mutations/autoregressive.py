@@ -6,6 +6,7 @@ LOSSES = "tests/equivalence/test_eagle3_losses.py"
 UNROLL = "tests/equivalence/test_eagle3_unroll.py"
 DECODE = "tests/equivalence/test_eagle3_decode.py"
 PACKING = "tests/equivalence/test_packing_invariance.py"
+INIT = "tests/unit/test_eagle3_init.py"
 SIMULATION_LOOP = "tests/equivalence/test_simulation_equals_loop.py"
 AUTOREGRESSIVE = "spectrain/drafters/autoregressive/"
 
@@ -143,5 +144,26 @@ MUTATIONS = (
         "accept_KU[k, index_T[anchor_R + k]]",
         "accept_KU[k, index_T[anchor_R]]",
         (SIMULATION_LOOP,),
+    ),
+    Mutation(
+        "the feature is moved as if it had been nowhere",
+        AUTOREGRESSIVE + "eagle3_init.py",
+        "missing_IH = wanted_IH - fc_IH @ step_HH",
+        "missing_IH = wanted_IH",
+        (INIT,),
+    ),
+    Mutation(
+        "keys say which token a column holds, not which one came before",
+        AUTOREGRESSIVE + "eagle3_init.py",
+        "text.embeddings(batch, t_P)) - mean_H",
+        "text.embeddings(batch, t_P + 1)) - mean_H",
+        (INIT,),
+    ),
+    Mutation(
+        "attention's output is solved for as if there were no residual stream",
+        AUTOREGRESSIVE + "eagle3_init.py",
+        "weight * (y_PH - residual_PH)",
+        "weight * y_PH",
+        (INIT,),
     ),
 )

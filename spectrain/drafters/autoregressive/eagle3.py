@@ -174,7 +174,7 @@ class Eagle3(AutoregressiveDrafter):
 
     def closed_form_init(self, batches: Batches, advance: Advance = lambda percent: None) -> int:
         decay = self.config.autoregressive.step_decay
-        return init_eagle3(self.body, self.head, batches, self.training_steps, decay, advance)
+        return init_eagle3(self.body, self.rotary, self.head, batches, self.training_steps, decay, advance)
 
     def unroll(self, batch: PackedBatch, columns: Columns) -> Tensor:
         return unroll(self.body, self.rotary, self.head, batch, columns, self.attention_backend(batch))
