@@ -1,5 +1,5 @@
 # make setup   the environment (.venv), with pinned versions for CPU
-# make demo    the whole pipeline on a real target, in about ten minutes on two cores
+# make demo    the whole pipeline on a real target, in ten to fifteen minutes on two cores
 # make vllm    the real vLLM (its CPU build) into the same environment; only the tests need it
 # make test    everything that has to pass before a change lands: linters, types, all tests; about half an hour on two cores
 # make test-fast  what to run while working: the tests of tests/unit and tests/equivalence that need no vLLM and are not
