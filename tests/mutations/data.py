@@ -132,8 +132,8 @@ MUTATIONS = (
     Mutation(
         "what was gathered before an error is lost",
         DATA + "hidden_states_writer.py",
-        "        self.close()  # after an error too",
-        "        if error is None:\n            self.close()  # after an error too",
+        "            self.close()  # after an error too",
+        "            if error is None:\n                self.close()  # after an error too",
         (STORE,),
     ),
     Mutation(
