@@ -167,13 +167,6 @@ MUTATIONS = (
         (CHECK,),
     ),
     Mutation(
-        "NaN passes the self-check",
-        ENGINES + "check_states.py",
-        "above_S = ~(error_LS[layer] <= tolerance)",
-        "above_S = error_LS[layer] > tolerance",
-        (CHECK,),
-    ),
-    Mutation(
         "what storing explains is not taken off the difference",
         ENGINES + "check_states.py",
         "return (error_LS - _STORING * stored_LS).clamp_min(0.0)",
