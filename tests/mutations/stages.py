@@ -128,7 +128,7 @@ MUTATIONS = (
         "spectrain/files.py",
         "        os.replace(path, aside)\n",
         "        shutil.rmtree(path)\n",
-        ("tests/unit/test_restart_kills.py",),
+        ("tests/unit/test_restart_kills.py", "tests/unit/test_files.py"),
     ),
     Mutation(
         "outputs are looked at although they were being removed",
