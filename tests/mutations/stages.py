@@ -231,8 +231,8 @@ MUTATIONS = (
     Mutation(
         "a suite that was trained on is measured",
         STAGES + "checks.py",
-        "        if c.prompt_digest() in trained\n",
-        "        if c.id in trained\n",
+        "    if seen:\n",
+        "    if not seen:\n        return\n    if len(seen) > 100:\n",
         ("tests/unit/test_checks.py::test_a_suite_that_was_trained_on_is_refused",),
     ),
     Mutation(
