@@ -71,14 +71,15 @@ def test_a_change_under_way_is_finished_first(tmp_path):
             ready()
             time.sleep(0.05)
             values[1] += 1
-            (folder / "values").write_text(repr(values))
+            (folder / "values").write_text(repr([*values, time.monotonic_ns()]))
 """
     )
-    process = start(tmp_path, script.replace("def keep():", "def keep():\n    time.sleep(0.3)"))
+    begins = "def keep():\n    (folder / 'began').write_text(str(time.monotonic_ns()))\n    time.sleep(0.3)"
+    process = start(tmp_path, script.replace("def keep():", begins))
     assert end(process, signal.SIGTERM)[0] == 143
-    first, second = json.loads((tmp_path / "values").read_text())
+    first, second, changed_ns = json.loads((tmp_path / "values").read_text())
     assert first == second
-    assert (tmp_path / "kept").stat().st_mtime_ns > (tmp_path / "values").stat().st_mtime_ns
+    assert int((tmp_path / "began").read_text()) > changed_ns
 
 
 def test_errors_of_what_was_ended_are_not_reported(tmp_path):
@@ -144,6 +145,8 @@ def test_an_ignored_signal_stays_ignored(tmp_path):
     """As under nohup."""
     process = start(tmp_path, KEEPS + WAITS, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
     process.send_signal(signal.SIGHUP)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(timeout=0.5)
     assert end(process, signal.SIGTERM)[0] == 143
 
 
