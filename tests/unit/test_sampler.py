@@ -8,7 +8,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from spectrain.config.schema import TrainerConfig
@@ -85,6 +85,7 @@ def test_max_steps_cuts_and_never_extends(max_steps: int | None, expected: int |
     assert sampler.total_steps == (sum(sampler.steps_per_epoch) if expected is None else expected)
 
 
+@example([16] * 12, [(1, 2), (2, 2)], 1)  # twice within an epoch
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.integers(1, 20), min_size=1, max_size=40),
