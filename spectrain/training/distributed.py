@@ -29,6 +29,7 @@ from torch import distributed
 
 from spectrain import signals
 from spectrain.console import console
+from spectrain.engines.vllm.args import available_cores
 from spectrain.errors import ConfigError, SpectrainError
 
 T = TypeVar("T")
@@ -36,7 +37,7 @@ T = TypeVar("T")
 _WAIT = timedelta(days=14)  # for the first rank, which may be generating
 _AGREE = timedelta(seconds=10)  # whether all ranks failed alike
 # What launchers tell a rank, and what would make a program that it starts believe that it is one.
-_OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK")
+_OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _PREFIXES = ("MASTER_", "TORCHELASTIC_", "ROLE_", "GROUP_")
 _THREADS_ARE_OURS = "SPECTRAIN_RANK_THREADS"  # set beside an OMP_NUM_THREADS that the user did not choose
 _LOST_PEER = ("gloo", "Gloo", "NCCL", "RCCL", "Broken pipe", "Connection reset")
@@ -81,7 +82,9 @@ class Ranks:
                 with _all_cores():
                     outcomes = [_Outcome(work())]
             except BaseException as error:
-                failed = _Outcome(exit_code=getattr(error, "exit_code", 130 if _interrupted(error) else 1))
+                failed = _Outcome(
+                    exit_code=getattr(error, "exit_code", 130 if isinstance(error, KeyboardInterrupt) else 1)
+                )
                 distributed.broadcast_object_list([failed], src=0, group=self.waiting)
                 raise
         distributed.broadcast_object_list(outcomes, src=0, group=self.waiting)
@@ -131,10 +134,6 @@ class Ranks:
 
 
 ALONE = Ranks()
-
-
-def _interrupted(error: BaseException) -> bool:
-    return isinstance(error, KeyboardInterrupt)
 
 
 # --- joining -------------------------------------------------------------------------------------------------------
@@ -192,15 +191,11 @@ def _name_slurm_task() -> None:
 def _all_cores() -> Iterator[None]:
     """Inside: torch's products run on all cores, because the other ranks wait."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(max(threads, _cores()))
+    torch.set_num_threads(max(threads, len(available_cores())))
     try:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 # --- starting ------------------------------------------------------------------------------------------------------
@@ -228,7 +223,7 @@ def launch(count: int, arguments: Sequence[str]) -> int:
     for name in ("torch.distributed.elastic", "torch.distributed.launcher"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # what went wrong, the ranks say
     if "OMP_NUM_THREADS" not in os.environ:
-        os.environ |= {"OMP_NUM_THREADS": str(max(1, _cores() // count)), _THREADS_ARE_OURS: "1"}
+        os.environ |= {"OMP_NUM_THREADS": str(max(1, len(available_cores()) // count)), _THREADS_ARE_OURS: "1"}
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

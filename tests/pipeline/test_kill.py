@@ -19,7 +19,6 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from kills import die_before
-from workplace import make
 
 from spectrain.data.hidden_states import StoredHiddenStates
 from spectrain.data.responses import ResponseStore
@@ -63,11 +62,6 @@ def run_with_kills(arguments, seed, most):
         kills += 1
     assert run(arguments) == 0
     return kills
-
-
-@pytest.fixture(scope="module")
-def arguments(tmp_path_factory):
-    return make(tmp_path_factory.mktemp("workplace"))
 
 
 @pytest.fixture(scope="module")

@@ -8,32 +8,13 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from tiny import tiny_target
-from workplace import make, write_prompts
+from workplace import write_prompts
 
 from spectrain import cli
 from spectrain.data.hidden_states import StoredHiddenStates
 from spectrain.data.responses import ResponseStore
 from spectrain.drafters.drafter_folder import load_drafter, save_drafter
 from spectrain.evaluation.records import read_records
-
-
-@pytest.fixture(scope="module")
-def arguments(tmp_path_factory):
-    return make(tmp_path_factory.mktemp("workplace"))
-
-
-@pytest.fixture(scope="module")
-def finished(arguments, tmp_path_factory):
-    """A run directory after ``spectrain run``."""
-    path = tmp_path_factory.mktemp("runs") / "finished"
-    assert cli.main(["run", *arguments, f"run.dir={path}"]) == 0
-    return path
-
-
-@pytest.fixture
-def run_dir(finished, tmp_path):
-    """A copy of the finished run that a test may change."""
-    return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
 @pytest.fixture

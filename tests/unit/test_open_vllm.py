@@ -104,7 +104,7 @@ def started(monkeypatch):
 
     monkeypatch.setattr(opening, "ServerProcess", Recorded)
     monkeypatch.setattr(vllm_args, "vllm_version", lambda: "0.32.0+cpu")
-    monkeypatch.setattr(vllm_args, "_cores", lambda: [0, 1, 2, 3])
+    monkeypatch.setattr(vllm_args, "available_cores", lambda: [0, 1, 2, 3])
     for name in ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND"):
         monkeypatch.delenv(name, raising=False)
     vllm_args.is_cpu_build.cache_clear()

@@ -272,7 +272,7 @@ def environment(config: EngineConfig, part: tuple[int, int] = (0, 1)) -> dict[st
         # Named here, too, so that a printed command has it.
         variables["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY", "PASSIVE")
         ranks = config.tensor_parallel_size * config.pipeline_parallel_size * config.data_parallel_size
-        cores = _share(_cores(), *part)
+        cores = _share(available_cores(), *part)
         if "OMP_NUM_THREADS" not in os.environ:
             variables["OMP_NUM_THREADS"] = str(max(1, len(cores) // ranks))
         if "VLLM_CPU_OMP_THREADS_BIND" not in os.environ and ranks <= len(cores):
@@ -287,7 +287,7 @@ def environment(config: EngineConfig, part: tuple[int, int] = (0, 1)) -> dict[st
     return {**variables, **secrets, **config.environment}
 
 
-def _cores() -> list[int]:
+def available_cores() -> list[int]:
     """The cores this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
