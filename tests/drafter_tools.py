@@ -19,7 +19,9 @@ from reference import Eagle3Reference, HeadReference, PlainDocument
 from torch import Tensor
 
 from spectrain.config.drafter_schema import AutoregressiveConfig, DrafterConfig, LossConfig
-from spectrain.config.schema import DecodingConfig, SpectrainConfig, TrainerConfig
+from spectrain.config.evaluation_schema import DecodingConfig
+from spectrain.config.schema import SpectrainConfig
+from spectrain.config.trainer_schema import TrainerConfig
 from spectrain.data.hidden_states import StoredHiddenStates, StoreMeta, TargetStates
 from spectrain.data.hidden_states_writer import HiddenStatesWriter
 from spectrain.data.packing import PackedBatch, pack_batch

@@ -20,7 +20,8 @@ from tiny import VOCAB_SIZE, tiny_target, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from spectrain.config.drafter_schema import AutoregressiveConfig, DrafterConfig
-from spectrain.config.schema import EngineConfig, TargetConfig
+from spectrain.config.schema import EngineConfig
+from spectrain.config.target_schema import TargetConfig
 from spectrain.data.hidden_states import TargetStates
 from spectrain.data.packing import pack_batch
 from spectrain.data.vocab import DraftVocab, full_vocab

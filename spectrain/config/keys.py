@@ -32,6 +32,11 @@ _BOUNDS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
 }
 # Of whole numbers that only choose or end something, and cost nothing by being large.
 ANY_COUNT = 1 << 31
+SEEDS = 1 << 63  # seeds are below
+PROCESSES = 1024
+TOP_K = 1 << 31  # vLLM keeps it in 32 bits
+_COLDEST = 1e-3  # colder is greedy decoding by another name, until float32 overflows
+HOTTEST = 1000.0  # hotter, every token is as likely as any other
 FILE_NAME_BYTES = 100  # of a text that becomes part of a file's name: what is put around it has room in the usual 255
 _TYPES: dict[Any, tuple[str, str]] = {  # type -> what one value is called, and several
     int: ("a whole number", "whole numbers"),
@@ -203,3 +208,10 @@ def _number(bound: float) -> str:
     if isinstance(bound, int) and bound >= 1 << 20 and bound.bit_count() == 1:
         return f"2^{bound.bit_length() - 1}"
     return str(bound) if isinstance(bound, int) else f"{bound:g}"
+
+
+def check_temperature(name: str, value: float | None) -> None:
+    """Raises ConfigError where a temperature is neither 0 nor one that float32 can divide by."""
+    require(
+        value is None or value == 0 or value >= _COLDEST, f"{name}={value} must be 0 (greedy) or at least {_COLDEST}"
+    )

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from spectrain.config.schema import DataConfig
+from spectrain.config.data_schema import DataConfig
 from spectrain.data.chat import ChatTemplate
 from spectrain.data.prompts import Conversation, PromptSplit, digest_json
 from spectrain.errors import ConfigError, InputError

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from spectrain.config.schema import DataConfig
+from spectrain.config.data_schema import DataConfig
 from spectrain.data.prompt_files import BrokenRecordError, find_prompt_file, find_prompt_files, plain_stem, records
 from spectrain.errors import ConfigError, InputError
 

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from spectrain.config.schema import SamplingConfig
+from spectrain.config.data_schema import SamplingConfig
 from spectrain.console import say
 from spectrain.data.prompts import Conversation, digest_json
 from spectrain.errors import InputError

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spectrain.config.schema import DecodingConfig
+from spectrain.config.evaluation_schema import DecodingConfig
 from spectrain.decoding.confidence import survival
 from spectrain.decoding.proposers import Observation, Proposer
 from spectrain.decoding.sampling import GREEDY

@@ -21,7 +21,7 @@ from torch import nn
 
 from spectrain.config.drafter_schema import DrafterConfig
 from spectrain.config.overrides import DRAFTER_ENTRY_POINTS, suggest
-from spectrain.config.schema import TrainerConfig
+from spectrain.config.trainer_schema import TrainerConfig
 from spectrain.data.vocab import DraftVocab
 from spectrain.drafters.drafter import Drafter, DrafterShape
 from spectrain.errors import ConfigError

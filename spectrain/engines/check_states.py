@@ -28,7 +28,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from spectrain.config.schema import EngineConfig, TargetConfig
+from spectrain.config.schema import EngineConfig
+from spectrain.config.target_schema import TargetConfig
 from spectrain.console import say
 from spectrain.data.hidden_states import TargetStates, as_stored
 from spectrain.data.hidden_states_writer import is_finite

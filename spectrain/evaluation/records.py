@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from spectrain.config.schema import DRAFT_POLICIES
+from spectrain.config.evaluation_schema import DRAFT_POLICIES
 from spectrain.decoding.acceptance import AcceptanceStats, Round, acceptance, bootstrap_ratio_interval
 from spectrain.errors import InputError, RunError
 from spectrain.evaluation.reliability import ConfidenceStats

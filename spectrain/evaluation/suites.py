@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from spectrain.config.schema import SuiteConfig
+from spectrain.config.evaluation_schema import SuiteConfig
 from spectrain.data.prompts import Conversation, read_prompts
 from spectrain.errors import InputError
 

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from spectrain.config.folders import group_options, prompt_roots, shipped_folder
-from spectrain.config.schema import TargetConfig
+from spectrain.config.target_schema import TargetConfig
 from spectrain.console import say
 from spectrain.data.prompt_files import find_prompt_files
 from spectrain.data.prompts import Conversation

@@ -22,7 +22,8 @@ from typing import Any
 
 from spectrain import signals
 from spectrain.config.keys import refuse_dash
-from spectrain.config.schema import SpectrainConfig, TargetConfig
+from spectrain.config.schema import SpectrainConfig
+from spectrain.config.target_schema import TargetConfig
 from spectrain.console import say, stdout
 from spectrain.drafters.drafter_digests import check_drafter_digests
 from spectrain.drafters.drafter_folder import WEIGHTS, check_vocab

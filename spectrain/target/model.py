@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from spectrain.config.schema import TargetConfig
+from spectrain.config.target_schema import TargetConfig
 from spectrain.console import quiet_transformers
 from spectrain.errors import ConfigError, InputError, NotFiniteError
 from spectrain.target.checkpoint import CheckpointReader, check_experts, check_loading

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spectrain.config.schema import TargetConfig
+from spectrain.config.target_schema import TargetConfig
 from spectrain.console import say
 from spectrain.errors import ConfigError, InputError
 from spectrain.reading import read_json

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from spectrain.config.schema import DecodingConfig
+from spectrain.config.evaluation_schema import DecodingConfig
 from spectrain.console import ProgressBar
 from spectrain.data.hidden_states import HiddenStateSource
 from spectrain.decoding.confidence import Calibration, error_per_position, fit_calibration

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
-from spectrain.config.schema import TrainerConfig
+from spectrain.config.trainer_schema import TrainerConfig
 from spectrain.drafters.drafter import Drafter
 
 # Quintic iteration with slope 3.4445 at 0: pushes all singular values into about [0.7, 1.2] in five steps.

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from spectrain.config.schema import TrainerConfig
+from spectrain.config.trainer_schema import TrainerConfig
 from spectrain.data.packing import pack_rows
 
 

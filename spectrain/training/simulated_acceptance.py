@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spectrain.config.schema import DecodingConfig
+from spectrain.config.evaluation_schema import DecodingConfig
 from spectrain.data.hidden_states import HiddenStateSource
 from spectrain.data.loss_mask import generated_ranges
 from spectrain.data.packing import PackedBatch, pack_batch

@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from spectrain.config.schema import EngineConfig, TargetConfig
+from spectrain.config.schema import EngineConfig
+from spectrain.config.target_schema import TargetConfig
 from spectrain.data.hidden_states import StoredHiddenStates, StoreMeta
 from spectrain.data.hidden_states_writer import HiddenStatesWriter
 from spectrain.data.prompts import Conversation

@@ -23,7 +23,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from spectrain.config.schema import EngineConfig, TargetConfig
+from spectrain.config.schema import EngineConfig
+from spectrain.config.target_schema import TargetConfig
 from spectrain.data.chat import ChatTemplate
 from spectrain.data.prompts import Conversation
 from spectrain.data.responses import Sampling

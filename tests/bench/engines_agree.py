@@ -17,7 +17,9 @@ from pathlib import Path
 
 import torch
 
-from spectrain.config.schema import DataConfig, EngineConfig, TargetConfig
+from spectrain.config.data_schema import DataConfig
+from spectrain.config.schema import EngineConfig
+from spectrain.config.target_schema import TargetConfig
 from spectrain.data.chat import ChatTemplate
 from spectrain.data.hidden_states import TargetStates
 from spectrain.data.prompts import split_prompts

@@ -20,7 +20,7 @@ from scipy.stats import chi2
 from small_targets import capture, captured, plain_answers, random_prompts, random_target
 
 from spectrain.config.drafter_schema import BlockConfig, DFlash2Config, DrafterConfig, DSparkConfig, LossConfig
-from spectrain.config.schema import DecodingConfig
+from spectrain.config.evaluation_schema import DecodingConfig
 from spectrain.data.hidden_states import TargetStates
 from spectrain.data.packing import pack_batch
 from spectrain.data.vocab import build_vocab

@@ -17,7 +17,7 @@ from torch import Tensor
 from two_ranks import SETTINGS
 
 from spectrain.config.drafter_schema import BlockConfig
-from spectrain.config.schema import DecodingConfig
+from spectrain.config.evaluation_schema import DecodingConfig
 from spectrain.data.hidden_states import TargetStates
 from spectrain.training.trainer import Trainer
 

@@ -18,7 +18,8 @@ import pytest
 import torch
 from drafter_tools import Options, fit, random_document, random_drafter, trainer_config, write_store
 
-from spectrain.config.schema import DecodingConfig, SpectrainConfig
+from spectrain.config.evaluation_schema import DecodingConfig
+from spectrain.config.schema import SpectrainConfig
 from spectrain.data.hidden_states import StoredHiddenStates, TargetStates
 
 OPTIONS = Options(reduced=True)

@@ -20,7 +20,7 @@ from small_targets import capture, captured, plain_answers, random_prompts, rand
 from torch import Tensor
 
 from spectrain.config.drafter_schema import DrafterConfig, LossConfig
-from spectrain.config.schema import DecodingConfig
+from spectrain.config.evaluation_schema import DecodingConfig
 from spectrain.data.hidden_states import TargetStates
 from spectrain.data.packing import pack_batch
 from spectrain.data.vocab import build_vocab

@@ -10,7 +10,8 @@ import pytest
 import torch
 from tiny import tiny_target
 
-from spectrain.config.schema import EngineConfig, TargetConfig
+from spectrain.config.schema import EngineConfig
+from spectrain.config.target_schema import TargetConfig
 from spectrain.data.hidden_states import TargetStates, as_stored
 from spectrain.engines.check_states import CheckDocument, SelfCheck
 from spectrain.errors import RunError

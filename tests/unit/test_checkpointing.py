@@ -15,7 +15,7 @@ import torch
 from drafter_tools import Options, packed, random_documents, random_drafter, tensors_of
 
 from spectrain import files
-from spectrain.config.schema import TrainerConfig
+from spectrain.config.trainer_schema import TrainerConfig
 from spectrain.drafters.autoregressive.eagle3 import Eagle3
 from spectrain.errors import InputError
 from spectrain.training import checkpointing

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tiny import CONFIGS, tiny_target
 from torch import Tensor
 
-from spectrain.config.schema import TargetConfig
+from spectrain.config.target_schema import TargetConfig
 from spectrain.errors import InputError
 from spectrain.target.model import TargetModel, check_weights
 from spectrain.target.resolve import resolve_target

@@ -11,7 +11,8 @@ import pytest
 import torch
 from tiny import CONFIGS, tiny_target
 
-from spectrain.config.schema import EngineConfig, TargetConfig
+from spectrain.config.schema import EngineConfig
+from spectrain.config.target_schema import TargetConfig
 from spectrain.data.hidden_states import TargetStates, as_stored
 from spectrain.data.prompts import Conversation
 from spectrain.data.responses import Response, Sampling

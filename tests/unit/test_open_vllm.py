@@ -11,7 +11,9 @@ import pytest
 from fake_server import FakeServer
 
 from spectrain.config.commands import COMMANDS
-from spectrain.config.schema import CaptureConfig, DataConfig, EngineConfig, SpectrainConfig, TargetConfig
+from spectrain.config.data_schema import CaptureConfig, DataConfig
+from spectrain.config.schema import EngineConfig, SpectrainConfig
+from spectrain.config.target_schema import TargetConfig
 from spectrain.data.prompts import Conversation
 from spectrain.engines.conversations import Dialogue
 from spectrain.engines.vllm import args as vllm_args

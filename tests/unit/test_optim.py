@@ -12,7 +12,7 @@ import torch
 from block_tools import DFLASH2, DSPARK, BlockOptions, random_block_drafter
 from drafter_tools import Options, random_drafter, tensors_of
 
-from spectrain.config.schema import TrainerConfig
+from spectrain.config.trainer_schema import TrainerConfig
 from spectrain.drafters.drafter import Drafter
 from spectrain.training.optim import Muon, build_optimizers, lr_factor, orthogonalise, set_learning_rates
 

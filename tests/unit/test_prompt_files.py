@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from spectrain.config.schema import DataConfig
+from spectrain.config.data_schema import DataConfig
 from spectrain.data.prompts import Conversation, load_prompts, read_prompts, split_prompts
 from spectrain.errors import InputError
 

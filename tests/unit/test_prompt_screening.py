@@ -10,7 +10,7 @@ from test_chat import make_tokenizer
 from tiny import tiny_target
 
 from spectrain import cli
-from spectrain.config.schema import DataConfig
+from spectrain.config.data_schema import DataConfig
 from spectrain.data.chat import ChatTemplate
 from spectrain.data.prompt_screening import PromptScreen
 from spectrain.data.prompts import Conversation, PromptSplit

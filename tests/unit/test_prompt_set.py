@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from spectrain.config.schema import DataConfig
+from spectrain.config.data_schema import DataConfig
 from spectrain.data.prompts import Conversation, load_prompts, split_prompts
 
 PROMPTS = Path(__file__).resolve().parents[2] / "data_gen" / "prompts"

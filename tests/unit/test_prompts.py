@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from spectrain.config.schema import DataConfig
+from spectrain.config.data_schema import DataConfig
 from spectrain.data.prompts import Conversation, PromptSplit, find_prompt_file, load_prompts, split_prompts
 from spectrain.errors import ConfigError, InputError
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tiny import tiny_target
 
 from spectrain.config.drafter_schema import DrafterConfig
-from spectrain.config.schema import TargetConfig
+from spectrain.config.target_schema import TargetConfig
 from spectrain.data.vocab import full_vocab
 from spectrain.drafters.build import build_drafter
 from spectrain.errors import InputError

@@ -17,7 +17,7 @@ from spectrain import cli
 from spectrain.config.commands import COMMANDS
 from spectrain.config.folders import group_options
 from spectrain.config.loading import compose
-from spectrain.config.schema import TargetConfig
+from spectrain.config.target_schema import TargetConfig
 from spectrain.drafters.registry import find_method
 from spectrain.stages import plan
 from spectrain.stages.checks import prepare, target_spec

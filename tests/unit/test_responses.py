@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from spectrain.config.schema import SamplingConfig
+from spectrain.config.data_schema import SamplingConfig
 from spectrain.data.prompts import Conversation
 from spectrain.data.responses import Response, ResponseStore, Sampling, resolve_sampling, response_key
 from spectrain.errors import InputError

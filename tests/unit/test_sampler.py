@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from spectrain.config.schema import TrainerConfig
+from spectrain.config.trainer_schema import TrainerConfig
 from spectrain.training.sampler import Position, StepSampler
 
 LENGTHS = [5, 9, 13, 7, 11, 6, 8, 12, 10, 4, 14, 3, 9]

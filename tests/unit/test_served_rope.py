@@ -12,7 +12,8 @@ import torch
 from tiny import tiny_config, tiny_target
 
 from spectrain.config.drafter_schema import DrafterConfig
-from spectrain.config.schema import EngineConfig, TargetConfig
+from spectrain.config.schema import EngineConfig
+from spectrain.config.target_schema import TargetConfig
 from spectrain.drafters.drafter_folder import load_drafter, save_drafter
 from spectrain.drafters.layers import Rotary, from_layer_config, layer_shape
 from spectrain.drafters.registry import find_method

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from spectrain.config.schema import SuiteConfig
+from spectrain.config.evaluation_schema import SuiteConfig
 from spectrain.data.prompts import Conversation
 from spectrain.errors import InputError
 from spectrain.evaluation.suites import load_suite

@@ -7,7 +7,7 @@ import torch
 from tiny import CONFIGS, VOCAB_SIZE, tiny_target, tiny_tokenizer
 from transformers import DynamicCache
 
-from spectrain.config.schema import TargetConfig
+from spectrain.config.target_schema import TargetConfig
 from spectrain.errors import ConfigError, InputError
 from spectrain.target.head import TargetHead
 from spectrain.target.model import TargetModel, choose_device, choose_dtype

@@ -16,7 +16,7 @@ import pytest
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 from tiny import tiny_target
 
-from spectrain.config.schema import TargetConfig
+from spectrain.config.target_schema import TargetConfig
 from spectrain.errors import ConfigError, InputError
 from spectrain.target import bundled, resolve
 from spectrain.target.bundled import converted_folder, converted_from, find_gguf, install_once

@@ -29,7 +29,7 @@ from drafter_tools import (
 from reference import brute_force_loss
 from torch import Tensor
 
-from spectrain.config.schema import DecodingConfig
+from spectrain.config.evaluation_schema import DecodingConfig
 from spectrain.data.hidden_states import TargetStates
 from spectrain.drafters.autoregressive.eagle3 import Eagle3
 from spectrain.drafters.drafter_folder import load_drafter

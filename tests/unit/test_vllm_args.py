@@ -13,7 +13,8 @@ import pytest
 
 from spectrain.config.commands import COMMANDS
 from spectrain.config.loading import compose
-from spectrain.config.schema import EngineConfig, TargetConfig
+from spectrain.config.schema import EngineConfig
+from spectrain.config.target_schema import TargetConfig
 from spectrain.engines.vllm import args as vllm_args
 from spectrain.engines.vllm.args import argument_names, check_args, cli_flags, dtype_argument, engine_args, environment
 from spectrain.engines.vllm.guard import guarded

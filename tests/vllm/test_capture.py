@@ -17,7 +17,8 @@ import pytest
 import torch
 from vllm_tools import vllm_engine
 
-from spectrain.config.schema import EngineConfig, TargetConfig
+from spectrain.config.schema import EngineConfig
+from spectrain.config.target_schema import TargetConfig
 from spectrain.data.hidden_states import StoredHiddenStates, StoreMeta
 from spectrain.data.hidden_states_writer import HiddenStatesWriter
 from spectrain.data.prompts import Conversation

@@ -18,7 +18,8 @@ import pytest
 import torch
 from vllm_tools import vllm_engine, vllm_environment
 
-from spectrain.config.schema import EngineConfig, TargetConfig
+from spectrain.config.schema import EngineConfig
+from spectrain.config.target_schema import TargetConfig
 from spectrain.data.prompts import Conversation
 from spectrain.data.responses import Response, ResponseStore, Sampling
 from spectrain.engines.hf import HFEngine

@@ -52,7 +52,7 @@ class Server:
     def wait_ready(self) -> None:
         end_s = time.monotonic() + START_S
         while True:
-            assert self.process.poll() is None, self.log.read_text(errors="replace")[-3000:]
+            assert self.process.poll() is None, self.log.read_text(errors="replace")[-30000:]
             assert time.monotonic() < end_s, "not ready in time"
             try:
                 self.ask("GET", "/health")

@@ -17,7 +17,8 @@ import pyarrow.parquet as pq
 import pytest
 from vllm_tools import vllm_engine, vllm_environment
 
-from spectrain.config.schema import EngineConfig, TargetConfig
+from spectrain.config.schema import EngineConfig
+from spectrain.config.target_schema import TargetConfig
 from spectrain.data.chat import ChatTemplate
 from spectrain.data.prompts import Conversation
 from spectrain.data.responses import ResponseStore, Sampling

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from spectrain.config.drafter_schema import DrafterConfig
-from spectrain.config.schema import TrainerConfig
+from spectrain.config.trainer_schema import TrainerConfig
 from spectrain.data.packing import PackedBatch
 from spectrain.decoding.proposers import Observation, Proposal
 from spectrain.decoding.sampling import SamplingParams, sample, truncated_log_probs

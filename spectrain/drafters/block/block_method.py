@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from spectrain.config.drafter_schema import DrafterConfig
-from spectrain.config.schema import TrainerConfig
+from spectrain.config.trainer_schema import TrainerConfig
 from spectrain.data.vocab import DraftVocab
 from spectrain.drafters.block.block_drafter import BlockDrafter
 from spectrain.drafters.block.block_model import BlockBody

@@ -20,7 +20,8 @@ from typing import Any
 
 from spectrain.config.keys import refuse_dash
 from spectrain.config.overrides import suggest
-from spectrain.config.schema import EngineConfig, TargetConfig
+from spectrain.config.schema import EngineConfig
+from spectrain.config.target_schema import TargetConfig
 from spectrain.errors import ConfigError
 from spectrain.target.served_rope import original_length
 

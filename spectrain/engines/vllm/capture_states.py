@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from spectrain.config.schema import EngineConfig, TargetConfig
+from spectrain.config.schema import EngineConfig
+from spectrain.config.target_schema import TargetConfig
 from spectrain.data.hidden_states import StoreMeta, TargetStates
 from spectrain.data.hidden_states_writer import HiddenStatesWriter
 from spectrain.data.loss_mask import generated_ranges, mask_of_ranges, predicts_generated

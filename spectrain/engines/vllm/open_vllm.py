@@ -13,7 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from spectrain.config.schema import EngineConfig, TargetConfig
+from spectrain.config.schema import EngineConfig
+from spectrain.config.target_schema import TargetConfig
 from spectrain.console import say
 from spectrain.engines.vllm.args import engine_args, environment, is_cpu_build, target_original_length
 from spectrain.engines.vllm.openai_api import base_url, check_server_model
