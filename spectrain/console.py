@@ -129,6 +129,7 @@ class ProgressBar:
     def __enter__(self) -> ProgressBar:
         self._start_s = time.monotonic()
         self._samples = deque([(self._start_s, self._done)])
+        self._last = self._samples[0]  # answers of one batch end together: more may be done than at the last sample
         _open.append(self)
         if console.is_terminal:
             self._task = _display().add_task(self._title, total=self._total, completed=int(self._done), bar=self)
@@ -143,10 +144,12 @@ class ProgressBar:
         self._done += amount
         self._note = self._note if note is None else note
         now_s = time.monotonic()
-        if amount and now_s - self._samples[-1][0] > _SAMPLE_S:
-            self._samples.append((now_s, self._done))
-            while len(self._samples) > 2 and now_s - self._samples[1][0] > _WINDOW_S:
-                self._samples.popleft()
+        if amount:
+            self._last = now_s, self._done
+            if now_s - self._samples[-1][0] > _SAMPLE_S:
+                self._samples.append(self._last)
+                while len(self._samples) > 2 and now_s - self._samples[1][0] > _WINDOW_S:
+                    self._samples.popleft()
         if _progress is not None:
             _progress.update(self._task, completed=self._done)
         elif now_s - max(self._start_s, _printed_s) > PLAIN_EVERY_S:
@@ -155,7 +158,7 @@ class ProgressBar:
     def words(self) -> list[str]:
         """Amount, rate, time, note; some may be empty. The time is what is left, and at the end what it took."""
         now_s = time.monotonic() if self._end_s is None else self._end_s
-        (first_s, first), (last_s, last) = self._samples[0], self._samples[-1]
+        (first_s, first), (last_s, last) = self._samples[0], self._last
         if self._end_s is not None or last == first:  # of the whole
             (first_s, first), (last_s, last) = (self._start_s, self._first), (now_s, self._done)
         per_s = (last - first) / max(last_s - first_s, 1e-3)

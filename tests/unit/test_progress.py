@@ -72,6 +72,17 @@ def test_a_log_gets_a_line_every_ten_seconds_and_one_at_the_end(clock, log):
     assert re.fullmatch(r"fit: 17 of 50 steps, 1.5 s a step, (49|50) s left, loss 6", during[0][1])
 
 
+def test_what_ends_together_counts_for_the_rate(clock, log):
+    """Answers of a batch end together, in a moment, after many seconds."""
+    with ProgressBar("generate", total=40, unit="responses") as bar:
+        clock.now_s += 20
+        for _ in range(20):
+            bar.advance(1)
+        clock.now_s += 11
+        bar.advance(0)
+    assert [text for _, text in log][1] == "generate: 20 of 40 responses, 1.0 responses/s, 20 s left"
+
+
 def test_a_bar_inside_another_has_lines_of_its_own_where_it_takes_long(clock, log):
     with ProgressBar("fit", total=1, unit="steps"), ProgressBar("simulate", total=4, unit="documents") as inner:
         for _ in range(4):
