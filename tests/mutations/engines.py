@@ -18,6 +18,13 @@ PLACED = (
 
 MUTATIONS = (
     Mutation(
+        "two OpenMPs loaded into vLLM's processes",
+        "spectrain/engines/vllm/args.py",
+        "if library and not _OPENMP.match(Path(library).name)",
+        "if library",
+        ("tests/unit/test_vllm_args.py",),
+    ),
+    Mutation(
         "one request more than vLLM has places",
         VLLM + "requests.py",
         "while under_way < client.capacity and",

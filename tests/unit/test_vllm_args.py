@@ -148,6 +148,9 @@ def test_variables_on_a_cpu_spread_the_cores_over_the_ranks(monkeypatch: pytest.
     variables = environment(EngineConfig())
     assert variables["LD_PRELOAD"] == f"{tmp_path}/lib/libiomp5.so:/other.so"
     assert "OMP_NUM_THREADS" not in variables  # the user's
+    # Two OpenMPs: vLLM's processes end at once. Where vLLM was looked at before, it has added torch's.
+    monkeypatch.setenv("LD_PRELOAD", f"/torch.libs/libgomp-a34b3233.so.1 /libtcmalloc.so:{tmp_path}/lib/libiomp5.so")
+    assert environment(EngineConfig())["LD_PRELOAD"] == f"{tmp_path}/lib/libiomp5.so:/libtcmalloc.so"
 
 
 def test_nothing_of_a_cpu_is_set_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import ast
 import importlib.util
 import json
 import os
+import re
 import sys
 from collections.abc import Mapping
 from functools import cache
@@ -40,6 +41,7 @@ _OF_OTHER_KEYS = {
 _MODELOPT_FILE = "hf_quant_config.json"  # how a checkpoint is quantised whose config.json does not say so
 # Arguments that a command line would show to everybody on the machine, and vLLM to its log: the variable for each.
 _SECRET_ARGS = {"hf_token": "HF_TOKEN", "api_key": "VLLM_API_KEY"}
+_OPENMP = re.compile(r"lib(gomp|iomp5?|omp)\b")  # the name of a library, such as libgomp-a34b3233.so.1
 _NOT_TO_SET = ("kv_transfer_config", "served_model_name", "skip_tokenizer_init")
 
 
@@ -268,8 +270,7 @@ def environment(config: EngineConfig, part: tuple[int, int] = (0, 1)) -> dict[st
     if is_cpu_build():
         openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
         if openmp.is_file():
-            loaded = os.environ.get("LD_PRELOAD", "")
-            variables["LD_PRELOAD"] = loaded if str(openmp) in loaded else f"{openmp}:{loaded}".rstrip(":")
+            variables["LD_PRELOAD"] = _preloaded(openmp, os.environ.get("LD_PRELOAD", ""))
         # Named here, too, so that a printed command has it.
         variables["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY", "PASSIVE")
         ranks = config.tensor_parallel_size * config.pipeline_parallel_size * config.data_parallel_size
@@ -286,6 +287,14 @@ def environment(config: EngineConfig, part: tuple[int, int] = (0, 1)) -> dict[st
         variable: config.args[name] for name, variable in _SECRET_ARGS.items() if isinstance(config.args.get(name), str)
     }
     return {**variables, **secrets, **config.environment}
+
+
+def _preloaded(openmp: Path, before: str) -> str:
+    """LD_PRELOAD with this OpenMP as the only one: vLLM ends at once where it finds two, and in a process that has
+    looked at vLLM it has added another.
+    """
+    others = [library for library in re.split(r"[: ]+", before) if library and not _OPENMP.match(Path(library).name)]
+    return ":".join([str(openmp), *others])
 
 
 def available_cores() -> list[int]:
