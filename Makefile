@@ -1,5 +1,5 @@
 # make setup   the environment (.venv), with pinned versions for CPU
-# make demo    the whole pipeline on a real target, in ten to fifteen minutes on two cores
+# make demo    the whole pipeline on a real target, in eleven minutes on two cores, 17 if one of them is busy
 # make vllm    the real vLLM (its CPU build) into the same environment; only the tests need it
 # make deepspeed  DeepSpeed for the CPU into the same environment; only the tests of trainer.strategy=zero1 … zero3 need it
 # make test    everything that has to pass before a change lands: linters, types, all tests; about half an hour on two cores
