@@ -215,8 +215,8 @@ def tiny_config(family: str, **overrides: Any) -> Any:
 
 
 def config_like(config: Any) -> Any:
-    """A tiny transformers configuration of the architecture of ``config``: its class, kinds of layers and switches, other
-    sizes. ``InputError`` for a family that is not in ``CONFIGS``.
+    """A tiny transformers configuration of the architecture of ``config``: its class, kinds of layers and switches,
+    other sizes. ``InputError`` for a family that is not in ``CONFIGS``.
     """
     text, family = config.get_text_config(decoder=True), config.model_type
     if family not in CONFIGS:
