@@ -1,9 +1,9 @@
 """Tiny random targets of every family spectrain knows, with a tokenizer and a chat template, written in a tenth of a
 second: what ``run.smoke=true`` runs, and tests.
 
-``tiny_target("qwen3", folder)`` gives a folder that ``TargetModel.load`` and vLLM alike can open; ``tiny_like`` makes
-one of the architecture of a given target. Weights are drawn from a seed, and wide enough that the final norm's gain,
-logit scales and soft-caps all matter: who compares logits notices when one of them is left out.
+``tiny_target("qwen3", folder)`` gives a folder that ``TargetModel.load`` and vLLM alike can open; ``config_like`` the
+configuration of one with the architecture of a given target. Weights are drawn from a seed, and wide enough that the
+final norm's gain, logit scales and soft-caps all matter: who compares logits notices when one of them is left out.
 
 To add a family: what its configuration needs beyond ``_BASE`` goes into ``CONFIGS``; a wrapper has a line in
 ``_VISION`` as well, and a switch that changes which matrices there are, a name in ``_SWITCHES``.
@@ -250,15 +250,13 @@ def tiny_target(
     ``overrides`` are fields of the language model's configuration, such as ``num_hidden_layers=6`` or
     ``tie_word_embeddings=True``; ``shard_size`` (say "20KB") makes a sharded checkpoint.
     """
-    return _write(tiny_config(family, **overrides), folder, seed, dtype, shard_size)
+    return write_target(tiny_config(family, **overrides), folder, seed, dtype, shard_size)
 
 
-def tiny_like(config: Any, folder: Path, seed: int = 0) -> Path:
-    """Writes a random target of the architecture of ``config``, a transformers configuration, into ``folder``."""
-    return _write(config_like(config), folder, seed, torch.float32, "1GB")
-
-
-def _write(config: Any, folder: Path, seed: int, dtype: torch.dtype, shard_size: str) -> Path:
+def write_target(
+    config: Any, folder: Path, seed: int = 0, dtype: torch.dtype = torch.float32, shard_size: str = "1GB"
+) -> Path:
+    """Writes a random target of this configuration, with its tokenizer, into ``folder``."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = causal_model_class(config).from_config(config, dtype=torch.float32)
