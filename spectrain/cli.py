@@ -186,6 +186,10 @@ def _run_once(line: CommandLine, command: Command) -> int:
 
     with _ranks() as ranks:
         config, given = compose(line.overrides), given_keys(line.overrides)
+        if config.run.smoke:
+            from spectrain.stages.smoke import smoke_config
+
+            config = smoke_config(config, command, line.dry_run, given)
         alone = ranks is None and command.trains and not line.dry_run
         count = _devices_to_launch(config, command, given) if alone else 1
         if count > 1:
@@ -300,6 +304,8 @@ def _multirun(line: CommandLine, command: Command) -> None:
 
     # A mistake in the last job must not wait for the first ones.
     jobs, given = sweep_jobs(line.overrides), given_keys(line.overrides)
+    if any(config.run.smoke for config in jobs):
+        raise ConfigError("run.smoke=true takes no -m: try one configuration at a time")
     for config in jobs:
         check_config(config, command, given)
     shared = _shared_data(line, command)

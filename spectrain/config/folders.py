@@ -21,6 +21,8 @@ GROUP_FOLDERS = {
     "trainer": "conf",
     "suite": "eval",
     "logger": "conf",
+    "method": "recipes",
+    "hardware": "recipes",
 }
 _PACKAGE = Path(__file__).resolve().parent.parent
 

@@ -59,6 +59,9 @@ GROUPS: dict[str, str | None] = {
     "trainer": "default",
     "suite": "heldout",
     "logger": "none",
+    # Pieces of recipes: they choose options of the groups above and set keys of any section.
+    "method": None,
+    "hardware": None,
     "recipe": None,  # last: a recipe overrides the other groups
 }
 _APP = "spectrain"

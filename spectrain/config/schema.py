@@ -28,6 +28,11 @@ class RunConfig(Section, name="run"):
 
     name: str = key("default", "name of the run, from which run.dir is made", most_bytes=FILE_NAME_BYTES)
     dir: str = key("runs/${run.name}", "folder of the run: responses, hidden states, drafter, evaluation and report")
+    smoke: bool = key(
+        False,
+        "try the run from end to end in about a minute: a tiny random checkpoint of the target's architecture, few "
+        "prompts and steps, on the CPU; in run.dir, or a folder of the same name with _smoke",
+    )
 
 
 @dataclass(frozen=True)

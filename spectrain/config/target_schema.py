@@ -28,7 +28,7 @@ class TargetConfig(Section, name="target"):
     dimensions: dict[str, Any] = key(
         make=dict,
         help="what plan knows of a target that is not here: `of`, its target.path, and `config`, fields of its "
-        "config.json at `revision`",
+        "config.json at `revision`, or as `source` says, `unverified` among them",
         example="{of: Qwen/Qwen3-8B, config: {model_type: qwen3}}",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(

@@ -120,7 +120,7 @@ class Rotary:
                 max_position_embeddings=shape.max_position_embeddings,
                 rope_parameters=parameters,
             )
-            with quiet_transformers():
+            with quiet_transformers(), torch.device("cpu"):  # real numbers, also where a drafter is counted on meta
                 self.inv_freq, self.attention_scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
         except Exception as error:  # of many types, some of them transformers' own
             raise ValueError(f"rope_parameters of rope_type {kind!r}: {' '.join(str(error).split())}") from None

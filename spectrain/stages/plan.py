@@ -17,7 +17,7 @@ from spectrain.config.schema import EngineConfig, SpectrainConfig
 from spectrain.data.hidden_states import StoreMeta, bytes_per_token
 from spectrain.data.prompts import Conversation
 from spectrain.stages.context import Context
-from spectrain.target.spec import TargetSpec
+from spectrain.stages.target_size import active_parameters, target_bytes, target_parameters
 
 if TYPE_CHECKING:
     from spectrain.drafters.registry import BatchSize, TrainingCost
@@ -60,7 +60,7 @@ def estimate(context: Context) -> Estimate:
         tokens=tokens,
         generated_tokens=generated,
         states_bytes=states_bytes(context, conversations),
-        target_bytes=target_parameters(spec) * _DTYPE_BYTES.get(context.dtype_name, 4),
+        target_bytes=int(target_bytes(spec, _DTYPE_BYTES.get(context.dtype_name, 4))),
         drafter_parameters=sum(matrices.values()),
         train_bytes=int(training_memory(context).peak),
         training_cost=_training_cost(context, matrices, tokens, generated),
@@ -79,27 +79,6 @@ def states_bytes(context: Context, conversations: Iterable[Conversation]) -> int
 
 
 # --- parameters ----------------------------------------------------------------------------------------------------
-
-
-def target_parameters(spec: TargetSpec) -> int:
-    """Parameters of a decoder of these dimensions, all experts included."""
-    return _target_parameters(spec, None if spec.experts is None else spec.experts.count)
-
-
-def active_parameters(spec: TargetSpec) -> int:
-    """Those that one token meets: of a mixture of experts, the chosen ones."""
-    return _target_parameters(spec, None if spec.experts is None else spec.experts.active)
-
-
-def _target_parameters(spec: TargetSpec, experts: int | None) -> int:
-    h, mixture = spec.hidden_size, spec.experts
-    attention = h * spec.head_dim * (2 * spec.num_attention_heads + 2 * spec.num_key_value_heads)
-    dense = 3 * h * spec.intermediate_size
-    layers = spec.num_layers * (attention + dense)
-    if mixture is not None and experts is not None:
-        of_experts = 3 * h * (experts * mixture.width + mixture.shared_width) + h * mixture.count  # with the router
-        layers += (spec.num_layers - mixture.dense_layers) * (of_experts - dense)
-    return layers + spec.vocab_size * h * (1 if spec.tie_word_embeddings else 2)
 
 
 def _parameters(context: Context) -> dict[str, tuple[int, int]]:

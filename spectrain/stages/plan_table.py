@@ -10,7 +10,6 @@ from spectrain.files import bytes_text, free_bytes
 from spectrain.stages.context import Context
 from spectrain.stages.plan import (
     Estimate,
-    active_parameters,
     device_speed,
     engine_devices,
     estimate,
@@ -19,12 +18,12 @@ from spectrain.stages.plan import (
     on_accelerator,
     planned_ranks,
     stage_seconds,
-    target_parameters,
     training_epochs,
     training_memory,
 )
 from spectrain.stages.run_dir import Decision
 from spectrain.stages.target_checks import memory_bytes
+from spectrain.stages.target_size import active_parameters, target_parameters
 from spectrain.stages.training_memory import CAN_BE_CHOSEN, STRATEGIES
 
 

@@ -6,8 +6,8 @@ looks plausible and is wrong, so nothing is guessed: a model type that is not in
 known one whose configuration carries a factor that its entry does not read.
 
 To add a family, read its ``modeling_*.py`` in transformers (the norm's ``forward``, the embedding module, the lines
-after ``lm_head``), add an entry, and add a tiny configuration of it to ``tests/tiny.py``: the tests compare entry and
-model numerically.
+after ``lm_head``), add an entry, and add a tiny configuration of it to ``CONFIGS`` in ``tiny_targets.py``:
+the tests compare entry and model numerically.
 """
 
 from __future__ import annotations
@@ -77,6 +77,9 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe": _PLAIN,
     "gpt_oss": _PLAIN,
     "deepseek_v3": _PLAIN,
+    "deepseek_v32": _PLAIN,
+    "kimi_k2": _PLAIN,  # DeepSeek-V3's model
+    "minimax_m3_vl_text": _ONE_PLUS,
     "qwen2": _PLAIN,
     "qwen2_moe": _PLAIN,
     "qwen3": _PLAIN,

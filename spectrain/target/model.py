@@ -206,12 +206,10 @@ def _from_pretrained(
     folder: Path, config: TargetConfig, hf_config: Any, quantization: Quantization | None, options: dict[str, Any]
 ) -> Any:
     """The model, with every tensor that its configuration asks for and no other. ``hf_config`` is changed."""
-    from transformers import AutoModelForCausalLM
-
     settle(hf_config, config.max_length)
     on_meta = options["device_map"] == _META
     dequantise = {} if quantization is None else quantization.loading_options(shapes_only=on_meta)
-    model, info = AutoModelForCausalLM.from_pretrained(
+    model, info = causal_model_class(hf_config).from_pretrained(
         str(folder),
         config=hf_config,
         attn_implementation=_attention(hf_config, config.attn_implementation),
@@ -227,6 +225,21 @@ def _from_pretrained(
     extra = getattr(text, "num_nextn_predict_layers", None) or 0
     check_loading(info, folder, text.num_hidden_layers, extra)
     return model
+
+
+def causal_model_class(hf_config: Any) -> Any:
+    """The class of transformers' that makes a model of this configuration: some wrappers (Kimi-K2.5, MiniMax-M3) are
+    known to it as models of images and text alone. Their language model is run.
+    """
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    wrapped = type(hf_config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return (
+        AutoModelForImageTextToText
+        if wrapped and type(hf_config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+        else (AutoModelForCausalLM)
+    )
 
 
 @contextmanager

@@ -30,6 +30,8 @@ _READ_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-qu
 # ModelOpt describes older checkpoints in a file of its own, beside a config.json that knows nothing of it.
 _MODELOPT_FILE = "hf_quant_config.json"
 _CODES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+# Bits of a code and of its share of a scale: microscaling has one of 8 bits for 32 codes.
+_BITS = {"fp8": 8.0, "mxfp8": 8.25, "mxfp4": 4.25}
 # Beside a weight: it is not codes times one scale.
 _MORE_THAN_SCALED = ("_scale_2", "_global_scale", "_zero_point")
 
@@ -89,6 +91,23 @@ class Quantization:
                 named.append([1, weights.get("group_size")])
         parts = [one.split("x") if isinstance(one, str) else one for one in named]
         return frozenset((int(one[0]), int(one[1])) for one in parts if one and len(one) == 2)
+
+    @property
+    def bits(self) -> float | None:
+        """That a quantised weight takes, its share of the scales included; None where that is not known."""
+        if self.method in _BITS:
+            return _BITS[self.method]
+        for weights in self._weights:
+            if isinstance(weights.get("num_bits"), int):
+                group = weights.get("group_size") if weights.get("strategy") == "group" else None
+                return weights["num_bits"] + (16 / group if group else 0)
+        return None
+
+    @property
+    def experts_alone(self) -> bool:
+        """Whether attention is in full precision and routed experts are not."""
+        ignored = " ".join(str(name) for name in self.fields.get("ignore") or ())
+        return self.method == "mxfp4" or "self_attn" in ignored
 
     @property
     def scales_alone(self) -> bool:

@@ -141,10 +141,15 @@ def known_dimensions(config: TargetConfig) -> Mapping[str, Any] | None:
 
 
 def _not_here(config: TargetConfig) -> TargetSource:
-    known = known_dimensions(config)
-    revision = f" at {str(config.dimensions.get('revision'))[:12]}" if known else ""
-    why = f"planned by its dimensions{revision}" if known else "and the Hub cannot be reached"
+    why = f"planned by its dimensions{_whence(config)}" if known_dimensions(config) else "and the Hub cannot be reached"
     return TargetSource("hub", config.path, "", None, f"{config.path}, not in the Hub's cache, {why}")
+
+
+def _whence(config: TargetConfig) -> str:
+    """Where the dimensions are from, and which of them nobody has checked."""
+    revision, source, unverified = (config.dimensions.get(name) for name in ("revision", "source", "unverified"))
+    at = f" at {str(revision)[:12]}" if revision else f" ({source})" if source else ""
+    return at + (f", unverified: {', '.join(map(str, unverified))}" if isinstance(unverified, list) else "")
 
 
 def _is_hub_id(path: str) -> bool:

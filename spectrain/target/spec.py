@@ -20,6 +20,7 @@ import torch
 from spectrain.console import quiet_transformers
 from spectrain.errors import InputError
 from spectrain.reading import understood
+from spectrain.target.attention_size import attention_entries
 from spectrain.target.folder_files import CONFIG, check_config_file
 from spectrain.target.quantization import Quantization, quantization_of
 from spectrain.target.served_rope import is_longrope, settled
@@ -72,6 +73,7 @@ class TargetSpec:
     dtype: torch.dtype
     quantization: Quantization | None = None
     experts: Experts | None = None
+    attention_entries: int | None = None  # of all layers' attention matrices; None: four ordinary ones a layer
 
     @classmethod
     def from_config(cls, hf_config: Any, folder: Path | None = None) -> TargetSpec:
@@ -89,7 +91,9 @@ class TargetSpec:
             hidden_size=hidden,
             num_layers=layers,
             vocab_size=_required(text, "vocab_size"),
-            intermediate_size=_whole(first, ("intermediate_size", "moe_intermediate_size"), 4 * hidden),
+            intermediate_size=_whole(
+                first, ("dense_intermediate_size", "intermediate_size", "moe_intermediate_size"), 4 * hidden
+            ),
             num_attention_heads=heads,
             num_key_value_heads=_whole(first, ("num_key_value_heads",), heads),
             head_dim=_whole(first, ("head_dim",), hidden // heads),
@@ -105,6 +109,7 @@ class TargetSpec:
             dtype=_dtype(hf_config, text),
             quantization=quantization_of(hf_config, folder),
             experts=_experts(text),
+            attention_entries=attention_entries(text, layer_types),
         )
 
     @classmethod
@@ -211,13 +216,17 @@ def _experts(text_config: Any) -> Experts | None:
     if not isinstance(count, int) or not isinstance(active, int) or count < 1:
         return None
     width = _whole(text_config, ("moe_intermediate_size", "intermediate_size"), 1)
-    shared = _first(text_config, ("shared_expert_intermediate_size",), None)
+    shared = _first(text_config, ("shared_expert_intermediate_size", "shared_intermediate_size"), None)
+    if getattr(text_config, "enable_moe_block", False):  # Gemma-4: beside the layer's ordinary MLP
+        shared = text_config.intermediate_size
     if shared is None:
         shared = (_first(text_config, ("n_shared_experts",), 0) or 0) * width
     layers, stride = text_config.num_hidden_layers, _first(text_config, ("decoder_sparse_step",), 1) or 1
     dense = set(range(_first(text_config, ("first_k_dense_replace",), 0) or 0))
     dense |= set(_first(text_config, ("mlp_only_layers",), ()) or ())
     dense |= {layer for layer in range(layers) if (layer + 1) % stride}
+    named = _first(text_config, ("mlp_layer_types",), ())
+    dense |= {layer for layer, kind in enumerate(named) if kind == "dense"}
     return Experts(count, active, width, int(shared), len(dense))
 
 

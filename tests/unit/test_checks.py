@@ -15,6 +15,7 @@ from spectrain.drafters.autoregressive.eagle3 import Eagle3, Eagle3Shape
 from spectrain.drafters.drafter_folder import save_drafter
 from spectrain.drafters.layers import LayerShape
 from spectrain.stages import plan
+from spectrain.stages.target_size import target_parameters
 
 
 @pytest.fixture(scope="module")
@@ -292,4 +293,4 @@ def test_the_estimate_of_the_target_is_its_size(target, workplace):
 
     with safe_open(target / "model.safetensors", "pt") as file:
         matrices = [file.get_tensor(name).numel() for name in file.keys() if "norm" not in name]  # noqa: SIM118 (not a dict)
-    assert plan.target_parameters(TargetSpec.from_folder(target)) == sum(matrices)
+    assert target_parameters(TargetSpec.from_folder(target)) == sum(matrices)
