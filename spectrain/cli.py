@@ -366,6 +366,15 @@ def serve_drafter(line: CommandLine) -> None:
     serve(config, line.overrides, line.flags, line.options["print"] or line.dry_run)
 
 
+def publish_drafter(line: CommandLine) -> None:
+    from spectrain.config.loading import compose
+
+    config = compose(line.overrides)  # before the slow imports
+    from spectrain.stages.publish import publish
+
+    publish(config, line.overrides, line.dry_run)
+
+
 def explain_topics(line: CommandLine) -> None:
     from spectrain.config.help_text import explain
 

@@ -299,6 +299,28 @@ _PLAN = Command(
     looks_only=True,
     takes_multirun=False,
 )
+_PUBLISH = Command(
+    name="publish",
+    summary="upload a run's drafter to the Hub, with its card",
+    detail="Writes a folder with the drafter, a model card made of what the run recorded, and on request the report; "
+    "then uploads it. Refused where the parity check has not passed for exactly these weights, unless "
+    "publish.unverified=true. Private unless publish.private=false.",
+    function="spectrain.cli:publish_drafter",
+    reads="drafter/, eval/, manifest.json",
+    writes="publish/ (or publish.out), and the repository on the Hub",
+    sections=("publish",),
+    keys=(
+        *("run.dir", "publish.repo", "publish.dry_run", "publish.base_model", "publish.private", "publish.unverified"),
+        *("publish.license", "publish.datasets", "publish.report", "publish.gated", "publish.collection"),
+    ),
+    examples=(
+        "spectrain publish run.dir=runs/mine publish.repo=ORG/NAME publish.dry_run=true",
+        "spectrain publish run.dir=runs/mine publish.repo=ORG/NAME publish.license=apache-2.0 publish.private=false",
+    ),
+    needs_prompts=False,
+    touches_run_dir=False,
+    takes_multirun=False,
+)
 _HELP = Command(
     name="help",
     summary="explain a key, a section, a group or a command",
@@ -316,6 +338,6 @@ _HELP = Command(
 COMMANDS = {
     command.name: command
     for command in (
-        *(_GENERATE, _CAPTURE, _FIT, replace(_EVAL, words=(_PARITY,)), _SERVE, _RUN, _INSPECT, _PLAN, _HELP),
+        *(_GENERATE, _CAPTURE, _FIT, replace(_EVAL, words=(_PARITY,)), _SERVE, _RUN, _PUBLISH, _INSPECT, _PLAN, _HELP),
     )
 }

@@ -18,6 +18,7 @@ from spectrain.config.engine_schema import EngineConfig, HiddenStatesConfig
 from spectrain.config.evaluation_schema import DecodingConfig, SuiteConfig
 from spectrain.config.keys import FILE_NAME_BYTES, Section, key, require
 from spectrain.config.plan_schema import PlanConfig
+from spectrain.config.publish_schema import PublishConfig
 from spectrain.config.target_schema import TargetConfig
 from spectrain.config.trainer_schema import TrainerConfig
 
@@ -65,6 +66,7 @@ class SpectrainConfig:
     suite: SuiteConfig = key(make=SuiteConfig)
     logger: LoggerConfig = key(make=LoggerConfig)
     plan: PlanConfig = key(make=PlanConfig)
+    publish: PublishConfig = key(make=PublishConfig)
 
     @property
     def draft_policies(self) -> tuple[str, ...]:

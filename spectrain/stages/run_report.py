@@ -9,7 +9,6 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import groupby
 from typing import Any
 
 import yaml
@@ -32,6 +31,7 @@ from spectrain.evaluation.report.html import ExampleText, Fact, ReportInputs, Se
 from spectrain.evaluation.report.next_step import TrainedOn
 from spectrain.files import check_digest, read_json_lines
 from spectrain.stages.context import Context, config_yaml
+from spectrain.stages.hardware import cpu_name
 from spectrain.stages.run_dir import versions
 from spectrain.target.model import choose_device
 
@@ -248,13 +248,4 @@ def _hardware(context: Context) -> dict[str, str]:
     device = choose_device(context.config.target.device)  # the target may be loaded elsewhere alone
     if device.type == "cuda":
         return facts | {"device": torch.cuda.get_device_name(device)}
-    return facts | {"device": _cpu_name(), "dtype": context.dtype_name}
-
-
-def _cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
-        return next((name for name, _ in groupby(names)), platform.processor())
-    except OSError:
-        return platform.processor() or "unknown"
+    return facts | {"device": cpu_name(), "dtype": context.dtype_name}
