@@ -375,6 +375,15 @@ def publish_drafter(line: CommandLine) -> None:
     publish(config, line.overrides, line.dry_run)
 
 
+def convert_folder(line: CommandLine) -> None:
+    from spectrain.config.loading import compose
+
+    config = compose(line.overrides)  # before the slow imports
+    from spectrain.stages.convert import convert
+
+    convert(config, line.overrides, line.dry_run)
+
+
 def explain_topics(line: CommandLine) -> None:
     from spectrain.config.help_text import explain
 

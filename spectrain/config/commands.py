@@ -321,6 +321,24 @@ _PUBLISH = Command(
     touches_run_dir=False,
     takes_multirun=False,
 )
+_CONVERT = Command(
+    name="convert",
+    summary="write a drafter's folder in another project's layout",
+    detail="Reads a folder, or a drafter on the Hub, in any layout that is known and writes it in another: the tensors "
+    "keep their bits, and what a layout cannot say is an error.",
+    function="spectrain.cli:convert_folder",
+    reads="drafter.path, a folder or a Hub id",
+    writes="convert.out",
+    sections=("convert",),
+    keys=("drafter.path", "convert.to", "convert.out", "convert.max_shard_bytes", "target.path"),
+    examples=(
+        "spectrain convert drafter.path=runs/mine/drafter convert.to=eagle convert.out=drafter-eagle",
+        "spectrain convert drafter.path=ORG/NAME@main convert.to=speculators convert.out=drafter",
+    ),
+    needs_prompts=False,
+    touches_run_dir=False,
+    takes_multirun=False,
+)
 _HELP = Command(
     name="help",
     summary="explain a key, a section, a group or a command",
@@ -338,6 +356,18 @@ _HELP = Command(
 COMMANDS = {
     command.name: command
     for command in (
-        *(_GENERATE, _CAPTURE, _FIT, replace(_EVAL, words=(_PARITY,)), _SERVE, _RUN, _PUBLISH, _INSPECT, _PLAN, _HELP),
+        *(
+            _GENERATE,
+            _CAPTURE,
+            _FIT,
+            replace(_EVAL, words=(_PARITY,)),
+            _SERVE,
+            _RUN,
+            _PUBLISH,
+            _CONVERT,
+            _INSPECT,
+            _PLAN,
+            _HELP,
+        ),
     )
 }

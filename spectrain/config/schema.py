@@ -12,6 +12,7 @@ import re
 from dataclasses import dataclass
 from pathlib import PurePath
 
+from spectrain.config.convert_schema import ConvertConfig
 from spectrain.config.data_schema import CaptureConfig, DataConfig, SamplingConfig
 from spectrain.config.drafter_schema import DrafterConfig
 from spectrain.config.engine_schema import EngineConfig, HiddenStatesConfig
@@ -67,6 +68,7 @@ class SpectrainConfig:
     logger: LoggerConfig = key(make=LoggerConfig)
     plan: PlanConfig = key(make=PlanConfig)
     publish: PublishConfig = key(make=PublishConfig)
+    convert: ConvertConfig = key(make=ConvertConfig)
 
     @property
     def draft_policies(self) -> tuple[str, ...]:

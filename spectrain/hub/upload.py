@@ -108,7 +108,7 @@ class _Hub:
         gated, collection = self.repository.gated, self.repository.collection
         if gated is not None:
             access = False if gated == "open" else gated
-            self._ask(lambda: self.api.update_repo_settings(self.id, gated=access))  # type: ignore[arg-type]
+            self._ask(lambda: self.api.update_repo_settings(self.id, gated=access))
         if collection is not None:
             self._ask(lambda: self.api.add_collection_item(collection, self.id, "model", exists_ok=True))
 

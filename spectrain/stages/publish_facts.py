@@ -9,6 +9,7 @@ from typing import Any
 
 from spectrain.config.schema import SpectrainConfig
 from spectrain.drafters.drafter_digests import CONFIG, WEIGHTS
+from spectrain.drafters.layout_writers import served_by_sglang
 from spectrain.drafters.registry import find_method
 from spectrain.drafters.serving_config import ServingConfig, drafter_digest
 from spectrain.evaluation.recommend import recommend
@@ -84,7 +85,7 @@ def card_facts(
         parity=parity,
         speculation=replace(serving, path=own.repo, revision=None).speculative_config(drafts),
         max_model_len=serving.max_model_len,
-        sglang=serves_in_sglang(fields),
+        sglang=served_by_sglang(fields),
         license=own.license or _license(config, base_model, ask_hub),
         languages=own.languages,
         datasets=own.datasets,
@@ -96,18 +97,6 @@ def card_facts(
         limits=_limits(config, trained, found.records),
         versions=(run_dir.manifest()["stages"].get("fit") or {}).get("versions") or versions(),
     )
-
-
-def serves_in_sglang(fields: Mapping[str, Any]) -> bool:
-    """Whether SGLang computes what this drafter does: it knows Llama's layer, one of them, none of the switches, and,
-    where a folder does not say otherwise, the taps 2, N//2 and N - 3 of a target of N layers.
-    """
-    layer = fields.get("transformer_layer_config") or {}
-    switches = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-    plain = layer.get("model_type") == "llama" and layer.get("num_hidden_layers") == 1
-    taps = fields.get("eagle_aux_hidden_state_layer_ids") or []
-    usual = len(taps) == 3 and taps == [2, (taps[2] + 3) // 2, taps[2]]
-    return fields.get("speculators_model_type") == "eagle3" and plain and usual and not any(map(fields.get, switches))
 
 
 def _sources(config: SpectrainConfig) -> list[DataSource]:

@@ -20,7 +20,7 @@ from spectrain.data.prompt_files import find_prompt_files
 from spectrain.data.prompts import Conversation
 from spectrain.decoding.loop import GenerationResult
 from spectrain.decoding.scheduler import StepCost
-from spectrain.drafters.drafter_digests import WEIGHTS
+from spectrain.drafters.drafter_digests import weight_files
 from spectrain.drafters.drafter_folder import weights_digest
 from spectrain.drafters.foreign_checkpoints import standard_config
 from spectrain.drafters.registry import find_method
@@ -130,7 +130,8 @@ def _drafter_facts(context: Context) -> list[Fact]:
         ("draft vocabulary", f"{written.get('draft_vocab_size', 0):,}"),
         (
             "weights",
-            f"{(folder / WEIGHTS).stat().st_size / 1e6:,.1f} MB, sha256 {weights_digest(folder)[:16]}",
+            f"{sum(path.stat().st_size for path in weight_files(folder)) / 1e6:,.1f} MB, "
+            f"sha256 {weights_digest(folder)[:16]}",
         ),
     ]
     served = read_serving_config(str(folder))
