@@ -171,7 +171,7 @@ def test_several_files_are_one_drafter(tmp_path: Path):
 def test_one_file_of_several_that_changed_or_went_is_noticed(tmp_path: Path):
     drafter = make(Options(reduced=True))
     parts = tmp_path / "parts"
-    convert_drafter(save(drafter, tmp_path / "o"), "speculators", parts, lambda: {}, max_shard_bytes=2000)
+    convert_drafter(save(drafter, tmp_path / "o"), "speculators", parts, dict, max_shard_bytes=2000)
     before, last = weights_digest(parts), sorted(parts.glob("*.safetensors"))[-1]
     content = bytearray(last.read_bytes())
     content[-1] ^= 1
