@@ -168,6 +168,11 @@ def _dispatch(line: CommandLine) -> int:
         return 0 if line.help else 2
     elif line.multirun and not command.takes_multirun:
         raise ConfigError(f"{command.name} takes no -m: use it for one configuration at a time")
+    elif command.takes_config:
+        from spectrain.config.loading import compose
+
+        config = compose(line.overrides)  # before the slow imports
+        command.load()(config, line.overrides, dry_run=line.dry_run, **line.options)
     elif not command.touches_run_dir:
         command.load()(line)
     elif line.multirun:
@@ -364,24 +369,6 @@ def serve_drafter(line: CommandLine) -> None:
     from spectrain.stages.serve import serve
 
     serve(config, line.overrides, line.flags, line.options["print"] or line.dry_run)
-
-
-def publish_drafter(line: CommandLine) -> None:
-    from spectrain.config.loading import compose
-
-    config = compose(line.overrides)  # before the slow imports
-    from spectrain.stages.publish import publish
-
-    publish(config, line.overrides, line.dry_run)
-
-
-def convert_folder(line: CommandLine) -> None:
-    from spectrain.config.loading import compose
-
-    config = compose(line.overrides)  # before the slow imports
-    from spectrain.stages.convert import convert
-
-    convert(config, line.overrides, line.dry_run)
 
 
 def explain_topics(line: CommandLine) -> None:

@@ -39,6 +39,7 @@ class LoggerConfig(Section, name="logger"):
     trackers: tuple[str, ...] = key(
         (), "trackers of accelerate, such as wandb, tensorboard and trackio", example="[tensorboard]"
     )
+    offline: bool = key(False, "wandb keeps its runs on this machine, to be uploaded later with `wandb sync`")
     project: str = key("spectrain", "project under which trackers file the run", most_bytes=FILE_NAME_BYTES)
 
     def _check(self) -> None:

@@ -69,12 +69,17 @@ def check_drafter_digests(folder: Path) -> None:
 
 def note_changes(folder: Path) -> None:
     """Tell the user if the configuration is not the one that was written."""
-    wanted = _digests(folder).get(CONFIG)
-    if wanted is not None and _config_digest(_read(folder)) != wanted:
+    if config_changed(folder):
         say(
             f"note: {folder / CONFIG} has changed since the drafter was written: if the change is not yours, it is "
             f"damaged"
         )
+
+
+def config_changed(folder: Path) -> bool:
+    """Whether the configuration is not the one that was written."""
+    wanted = _digests(folder).get(CONFIG)
+    return wanted is not None and _config_digest(_read(folder)) != wanted
 
 
 def _config_digest(config: Mapping[str, Any]) -> str:
