@@ -215,8 +215,8 @@ class _Handler(BaseHTTPRequestHandler):
         objects = []
         for wanted in asked["objects"]:
             where = {"href": f"{self.hub.url}/lfs/{wanted['oid']}", "header": {}}
-            actions = {} if wanted["oid"] in self.hub.stored else {"upload": where, "verify": where}
-            objects.append({**wanted, "authenticated": True, "actions": actions})
+            actions = {"actions": {"upload": where, "verify": where}}
+            objects.append({**wanted, "authenticated": True, **({} if wanted["oid"] in self.hub.stored else actions)})
         self._json({"transfer": "basic", "objects": objects})
 
     def _model(self, name: str, rest: list[str], body: bytes, authorised: bool) -> None:

@@ -134,6 +134,9 @@ class _Hub:
                         f"{_one_line(error)}): {_AGAIN}"
                     ) from error
                 told_s, reason = None, "the connection broke"
+            except RuntimeError as error:  # of the client's uploads, which it has tried several times itself
+                reason = _one_line(error.__cause__ or error)
+                raise RunError(f"publish.repo={self.id}: the weights were not uploaded ({reason}): {_AGAIN}") from error
             except ValueError as error:  # the client's own checks, such as of the card's metadata
                 raise RunError(f"publish.repo={self.id}: {_one_line(error)}") from error
             pause_s = min(wait_s if told_s is None else told_s, _LONGEST_WAIT_S)

@@ -83,7 +83,7 @@ STAGES = (
     Stage("capture", ("hidden_states",), "hidden states are captured again"),
     Stage(
         "fit",
-        ("checkpoints", "drafter", "metrics.jsonl"),
+        ("checkpoints", "drafter", "metrics.jsonl", "trackers.json"),
         "the drafter is trained again and replaced (another run.dir keeps it)",
     ),
     Stage("eval", ("eval", "report.html"), "it is measured again"),

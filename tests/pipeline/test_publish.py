@@ -77,7 +77,7 @@ def test_what_is_uploaded_comes_back_bit_for_bit_and_loads(run_dir: Path, hub: L
     assert (found["base_model"], found["license"], found["language"]) == (BASE, "mit", ["en"])
     record = json.loads((run_dir / "eval" / "heldout-hf-eagle3-n3-t0.json").read_text())
     (result,) = found["model-index"][0]["results"]
-    assert result["metrics"][0]["value"] == pytest.approx(record["acceptance_length"], abs=5e-5)
+    assert result["metrics"][0]["value"] == pytest.approx(record["acceptance_length"], abs=1e-4)
     card = files["README.md"].decode()
     assert f"vllm serve {BASE} --speculative-config" in card and f'"model": "{REPO}"' in card
     assert "Unverified" not in card and "equal" in card
@@ -167,6 +167,7 @@ def test_a_public_repository_is_not_written_to_by_default(run_dir: Path, hub: Lo
         ("POST", "/commit/", 403, 1, "write access"),
         ("POST", "/commit/", 404, 1, "404"),
         ("POST", "/commit/", 400, 1, "400"),
+        ("PUT", "/lfs/", 403, 1, "same command"),
     ],
 )
 def test_what_does_not_pass_by_itself_is_said_once(
