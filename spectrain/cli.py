@@ -168,6 +168,11 @@ def _dispatch(line: CommandLine) -> int:
         return 0 if line.help else 2
     elif line.multirun and not command.takes_multirun:
         raise ConfigError(f"{command.name} takes no -m: use it for one configuration at a time")
+    elif command.takes_config:
+        from spectrain.config.loading import compose
+
+        config = compose(line.overrides)  # before the slow imports
+        command.load()(config, line.overrides, dry_run=line.dry_run, **line.options)
     elif not command.touches_run_dir:
         command.load()(line)
     elif line.multirun:

@@ -52,7 +52,8 @@ class Command:
     name: str
     summary: str
     detail: str
-    # module:function; takes a Context where it touches a run directory, else the parsed command line
+    # module:function; takes a Context where it touches a run directory, else the parsed command line, or, where
+    # ``takes_config``, configuration, overrides, dry_run and the command's options
     function: str = ""
     reads: str = ""
     writes: str = "nothing"
@@ -71,6 +72,7 @@ class Command:
     compares: bool = False  # and does so in our own loop, too, whatever the engine
     looks_only: bool = False  # always as with --dry-run
     touches_run_dir: bool = True  # composes, checks, locks the run directory and works in it
+    takes_config: bool = False
     takes_multirun: bool = True
     takes_flags: bool = False  # of another program, behind `--`
     takes_topics: bool = False  # what follows are words to explain, not overrides
@@ -299,6 +301,65 @@ _PLAN = Command(
     looks_only=True,
     takes_multirun=False,
 )
+_PUBLISH = Command(
+    name="publish",
+    summary="upload a run's drafter to the Hub, with its card",
+    detail="Writes a folder with the drafter, a model card made of what the run recorded, and on request the report; "
+    "then uploads it. Refused where the parity check has not passed for exactly these weights, unless "
+    "publish.unverified=true. Private unless publish.private=false.",
+    function="spectrain.stages.publish:publish",
+    reads="drafter/, eval/, manifest.json",
+    writes="publish/ (or publish.out), and the repository on the Hub",
+    sections=("publish",),
+    keys=(
+        *("run.dir", "publish.repo", "publish.dry_run", "publish.base_model", "publish.private", "publish.unverified"),
+        *("publish.license", "publish.datasets", "publish.report", "publish.gated", "publish.collection"),
+    ),
+    examples=(
+        "spectrain publish run.dir=runs/mine publish.repo=ORG/NAME publish.dry_run=true",
+        "spectrain publish run.dir=runs/mine publish.repo=ORG/NAME publish.license=apache-2.0 publish.private=false",
+    ),
+    needs_prompts=False,
+    touches_run_dir=False,
+    takes_config=True,
+    takes_multirun=False,
+)
+_CONVERT = Command(
+    name="convert",
+    summary="write a drafter's folder in another project's layout",
+    detail="Reads a folder, or a drafter on the Hub, in any layout that is known and writes it in another: the tensors "
+    "keep their bits, and what a layout cannot say is an error.",
+    function="spectrain.stages.convert:convert",
+    reads="drafter.path, a folder or a Hub id",
+    writes="convert.out",
+    sections=("convert",),
+    keys=("drafter.path", "convert.to", "convert.out", "convert.max_shard_bytes", "target.path"),
+    examples=(
+        "spectrain convert drafter.path=runs/mine/drafter convert.to=eagle convert.out=drafter-eagle",
+        "spectrain convert drafter.path=ORG/NAME@main convert.to=speculators convert.out=drafter",
+    ),
+    needs_prompts=False,
+    touches_run_dir=False,
+    takes_config=True,
+    takes_multirun=False,
+)
+_DOCTOR = Command(
+    name="doctor",
+    summary="check this machine, and a run directory",
+    detail="Checks interpreter, torch, devices and their connection, vLLM, transformers, attention kernels, disk, "
+    "logins and limits of the system; with run.dir=DIR also that directory's digests, shards and lineage. Exit code 1 "
+    "where something fails.",
+    function="spectrain.stages.doctor:doctor",
+    reads="this machine, and the run directory that is named",
+    sections=("run",),
+    keys=("run.dir", "target.path", "logger.trackers"),
+    examples=("spectrain doctor --json", "spectrain doctor run.dir=runs/mine"),
+    options=(Option("--json", "print JSON instead of a table"),),
+    needs_prompts=False,
+    touches_run_dir=False,
+    takes_config=True,
+    takes_multirun=False,
+)
 _HELP = Command(
     name="help",
     summary="explain a key, a section, a group or a command",
@@ -316,6 +377,19 @@ _HELP = Command(
 COMMANDS = {
     command.name: command
     for command in (
-        *(_GENERATE, _CAPTURE, _FIT, replace(_EVAL, words=(_PARITY,)), _SERVE, _RUN, _INSPECT, _PLAN, _HELP),
+        *(
+            _GENERATE,
+            _CAPTURE,
+            _FIT,
+            replace(_EVAL, words=(_PARITY,)),
+            _SERVE,
+            _RUN,
+            _PUBLISH,
+            _CONVERT,
+            _INSPECT,
+            _PLAN,
+            _DOCTOR,
+            _HELP,
+        ),
     )
 }

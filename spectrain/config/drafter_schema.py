@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from spectrain.config.keys import Section, key, require
+from spectrain.config.keys import Section, key, refuse_dash, require, split_revision
 
 # Beyond what any drafter has; what a machine can hold, stages/checks.py asks.
 _WIDTH, _VOCABULARY = 1 << 16, 1 << 24
@@ -142,8 +142,11 @@ class DrafterConfig(Section, name="drafter"):
     )
     path: str | None = key(
         None,
-        "folder to measure (eval), or to train further (fit: its shape, taps and vocabulary stay, init does not run); "
-        "null: the run's own drafter, and a fresh one for fit",
+        "folder or Hub id (also as ORG/NAME@REVISION) of a drafter to measure (eval), or to train further (fit: its "
+        "shape, taps and vocabulary stay, init does not run); null: the run's own drafter, and a fresh one for fit",
+    )
+    revision: str | None = key(
+        None, "revision of a drafter.path on the Hub; null: the default branch, or what is in the Hub's cache of it"
     )
     taps: tuple[int, ...] | None = key(
         None,
@@ -190,6 +193,11 @@ class DrafterConfig(Section, name="drafter"):
     )
 
     def _check(self) -> None:
+        if self.path is not None:
+            path, revision = split_revision("drafter", self.path, self.revision)
+            object.__setattr__(self, "path", path)
+            object.__setattr__(self, "revision", revision)
+        refuse_dash("drafter.revision", self.revision)
         if self.taps is not None:
             require(len(self.taps) > 0, "drafter.taps is empty: name at least one layer")
             require(len(set(self.taps)) == len(self.taps), f"drafter.taps={list(self.taps)} names a layer twice")

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+import os
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -112,6 +114,15 @@ def require_name(key: str, name: str) -> None:
         f"{key}={name[:LONGEST_NAME]} names files: use at most {LONGEST_NAME} bytes, no slashes, and no dot or dash in "
         f"front",
     )
+
+
+def split_revision(key: str, path: str, revision: str | None) -> tuple[str, str | None]:
+    """(path, revision) of ``ORG/NAME@REVISION``; a path that is a folder, or names no revision, stays as it is."""
+    repo, at, named = path.rpartition("@")
+    if not at or not named or not re.fullmatch(r"\w[\w.-]*/[\w.-]+", repo) or os.path.exists(path):
+        return path, revision
+    require(revision in (None, named), f"{key}.path={path} and {key}.revision={revision}: name one revision")
+    return repo, named
 
 
 def refuse_dash(key: str, value: Any) -> None:

@@ -12,12 +12,14 @@ import re
 from dataclasses import dataclass
 from pathlib import PurePath
 
+from spectrain.config.convert_schema import ConvertConfig
 from spectrain.config.data_schema import CaptureConfig, DataConfig, SamplingConfig
 from spectrain.config.drafter_schema import DrafterConfig
 from spectrain.config.engine_schema import EngineConfig, HiddenStatesConfig
 from spectrain.config.evaluation_schema import DecodingConfig, SuiteConfig
 from spectrain.config.keys import FILE_NAME_BYTES, Section, key, require
 from spectrain.config.plan_schema import PlanConfig
+from spectrain.config.publish_schema import PublishConfig
 from spectrain.config.target_schema import TargetConfig
 from spectrain.config.trainer_schema import TrainerConfig
 
@@ -42,6 +44,7 @@ class LoggerConfig(Section, name="logger"):
     trackers: tuple[str, ...] = key(
         (), "trackers of accelerate, such as wandb, tensorboard and trackio", example="[tensorboard]"
     )
+    offline: bool = key(False, "wandb keeps its runs on this machine, to be uploaded later with `wandb sync`")
     project: str = key("spectrain", "project under which trackers file the run", most_bytes=FILE_NAME_BYTES)
 
     def _check(self) -> None:
@@ -70,6 +73,8 @@ class SpectrainConfig:
     suite: SuiteConfig = key(make=SuiteConfig)
     logger: LoggerConfig = key(make=LoggerConfig)
     plan: PlanConfig = key(make=PlanConfig)
+    publish: PublishConfig = key(make=PublishConfig)
+    convert: ConvertConfig = key(make=ConvertConfig)
 
     @property
     def draft_policies(self) -> tuple[str, ...]:

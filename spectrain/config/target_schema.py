@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from spectrain.config.keys import FILE_NAME_BYTES, Section, key, refuse_dash, require
+from spectrain.config.keys import FILE_NAME_BYTES, Section, key, refuse_dash, require, split_revision
 
 _DEVICES = re.compile(r"auto|cpu|cuda(:\d+)?")
 
@@ -16,7 +16,7 @@ class TargetConfig(Section, name="target"):
     """The frozen model whose decoding is to become faster (group ``target``)."""
 
     name: str = key("target", "short name of the target, for reports and folder names", most_bytes=FILE_NAME_BYTES)
-    path: str = key("", "local folder or Hub id of the target", example="Qwen/Qwen3-8B")
+    path: str = key("", "local folder or Hub id of the target, also as ORG/NAME@REVISION", example="Qwen/Qwen3-8B")
     revision: str | None = key(
         None, "revision on the Hub; null: the default branch, recorded as the commit that was used", example="main"
     )
@@ -52,6 +52,9 @@ class TargetConfig(Section, name="target"):
     )
 
     def _check(self) -> None:
+        path, revision = split_revision("target", self.path, self.revision)
+        object.__setattr__(self, "path", path)
+        object.__setattr__(self, "revision", revision)
         require(
             _DEVICES.fullmatch(self.device), f"target.device={self.device} is unknown: use auto, cpu, cuda or cuda:0"
         )

@@ -17,6 +17,7 @@ from spectrain.config.drafter_schema import DrafterConfig
 from spectrain.data.vocab import DraftVocab
 from spectrain.drafters.drafter import Drafter
 from spectrain.drafters.drafter_folder import load_drafter
+from spectrain.drafters.hub_drafters import drafter_path
 from spectrain.drafters.init_from_target import copy_head_rows
 from spectrain.drafters.registry import find_method
 from spectrain.target.head import TargetHead
@@ -48,7 +49,7 @@ def continue_drafter(
     ``usual_taps``, ``served_length``: as in ``drafter_folder.load_drafter``. Float32 whatever it was stored in: small
     updates of 16-bit weights would round away.
     """
-    drafter = load_drafter(Path(config.path or "").expanduser(), usual_taps, served_length)
+    drafter = load_drafter(drafter_path(config), usual_taps, served_length)
     drafter.float().train()
     settled = find_method(drafter.method).settings(drafter.shape)
     drafter.config = _with_settings(replace(config, method=drafter.method), settled)

@@ -16,18 +16,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, bfloat16, float16, float32, float64
 
 from spectrain.data.vocab import DraftVocab, full_vocab, vocab_from_d2t
 from spectrain.drafters.drafter import Drafter, DrafterShape, TargetCopies
-from spectrain.drafters.drafter_digests import CONFIG, WEIGHTS, check_weights, with_digests
+from spectrain.drafters.drafter_digests import CONFIG, INDEX, WEIGHTS, check_weights, weight_files, with_digests
 from spectrain.drafters.foreign_checkpoints import standard_config, standard_tensors
 from spectrain.drafters.registry import DrafterMethod, find_method, known_method, method_names
 from spectrain.errors import InputError
-from spectrain.files import file_digest, recover_folder, replace_folder, write_atomically
+from spectrain.files import digest_strings, file_digest, recover_folder, replace_folder, write_atomically
 from spectrain.reading import read_json
+from spectrain.target.checkpoint import CheckpointReader
 from spectrain.target.served_rope import settled
 
 if TYPE_CHECKING:
@@ -126,7 +127,7 @@ def load_drafter(
         recover_folder(folder)
     config = _read_config(folder, usual_taps)
     shape = _shape_from_config(_served_at(config, served_length), folder)
-    tensors = standard_tensors(_read_tensors(folder))
+    tensors = standard_tensors(read_tensors(folder))
     vocab = _vocab(tensors.pop("d2t", None), shape, folder)
     _check_t2d(tensors.pop("t2d", None), vocab, folder)
     copies = TargetCopies.taken_from(tensors, shape.owns_head, str(folder / WEIGHTS))
@@ -197,16 +198,20 @@ def _build(config: dict[str, Any], shape: DrafterShape, vocab: DraftVocab, folde
         ) from None
 
 
-def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    path = folder / WEIGHTS
-    if not path.is_file():
-        raise InputError(f"{path} is missing (only safetensors are read, in one file)")
-    try:
-        # Copied, because kernels sum in another order where a tensor does not begin at a whole cache line, as in a
-        # mapped file.
-        return {name: tensor.clone() for name, tensor in load_file(path).items()}
-    except (SafetensorError, OSError) as error:
-        raise InputError(f"{path} cannot be read as safetensors: {error}") from None
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a folder, under the names that its files have, from one file or several."""
+    paths = weight_files(folder)
+    if not paths:
+        raise InputError(f"{folder / WEIGHTS} is missing, and so is {INDEX} (only safetensors are read)")
+    tensors: dict[str, Tensor] = {}
+    for path in paths:
+        try:
+            # Copied, because kernels sum in another order where a tensor does not begin at a whole cache line, as in a
+            # mapped file.
+            tensors |= {name: tensor.clone() for name, tensor in load_file(path).items()}
+        except (SafetensorError, OSError) as error:
+            raise InputError(f"{path} cannot be read as safetensors: {error}") from None
+    return tensors
 
 
 def _vocab(d2t: Tensor | None, shape: DrafterShape, folder: Path) -> DraftVocab:
@@ -237,11 +242,8 @@ def _vocab(d2t: Tensor | None, shape: DrafterShape, folder: Path) -> DraftVocab:
 
 def check_vocab(folder: Path) -> None:
     """Raises InputError where ``d2t`` and ``t2d`` of a folder disagree. Reads no other weights."""
-    try:
-        with safe_open(folder / WEIGHTS, framework="pt") as file:
-            d2t, t2d = (file.get_tensor(name) if name in set(file.keys()) else None for name in ("d2t", "t2d"))
-    except (SafetensorError, OSError) as error:
-        raise InputError(f"{folder / WEIGHTS} cannot be read as safetensors: {error}") from None
+    reader = CheckpointReader(folder)
+    d2t, t2d = (reader.get(name) if name in reader.names else None for name in ("d2t", "t2d"))
     if d2t is not None and t2d is not None and d2t.any():
         _check_t2d(t2d, vocab_from_d2t(d2t, len(t2d)), folder)
 
@@ -289,5 +291,8 @@ def _check_tensors(expected: dict[str, Tensor], found: dict[str, Tensor], path: 
 
 
 def weights_digest(folder: Path) -> str:
-    """sha256 of the weights file: binds evaluations and parity records to exact weights."""
-    return file_digest(folder / WEIGHTS)
+    """sha256 of the weights file, or of the digests of several: binds evaluations and parity records to exact
+    weights.
+    """
+    digests = [file_digest(path) for path in weight_files(folder) or [folder / WEIGHTS]]
+    return digests[0] if len(digests) == 1 else digest_strings(digests)

@@ -86,6 +86,22 @@ def decoder_layer(config: dict[str, Any], layer_type: str, where: str, default_t
     }
 
 
+def flat_layer(layer: dict[str, Any]) -> dict[str, Any]:
+    """``decoder_layer`` the other way round: fields of a flat configuration, as transformers 4 and 5 read them."""
+    rope = dict(layer["rope_parameters"])
+    theta, kind = rope.pop("rope_theta"), rope.pop("rope_type", "default")
+    return {name: layer[name] for name in (*_PLAIN_LAYER, "num_key_value_heads", "head_dim", "rms_norm_eps")} | {
+        "model_type": layer["model_type"],
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "max_position_embeddings": layer["max_position_embeddings"],
+        "rope_theta": theta,
+        "rope_scaling": None if kind == "default" and not rope else {"rope_type": kind, **rope},
+        "rope_parameters": layer["rope_parameters"],
+        "tie_word_embeddings": False,
+    }
+
+
 def block_decoder_layer(config: dict[str, Any], nested: dict[str, Any], where: str) -> tuple[dict[str, Any], bool]:
     """(the layers' configuration with their kind of attention, whether a slot sees no later slots)."""
     layer = decoder_layer(config, "qwen3", where, None)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
 
 from spectrain.config.drafter_schema import DrafterConfig
 from spectrain.config.overrides import DRAFTER_ENTRY_POINTS, suggest
@@ -185,6 +185,8 @@ class DrafterMethod:
     may_leave_out_taps: ClassVar[bool] = False  # others write folders without them, and mean the target's default ones
     # Architectures under which others write drafters of this kind.
     foreign_architectures: ClassVar[tuple[str, ...]] = ()
+    layout: ClassVar[str] = ""  # another project's layout that ``convert`` writes such drafters in; empty: none
+    layout_holds_copies: ClassVar[bool] = False  # with the target's embedding and lm_head
 
     def describe(self, drafter: Any) -> dict[str, Any]:
         """Fields of config.json that only this kind has."""
@@ -217,6 +219,16 @@ class DrafterMethod:
     def read_foreign(self, architecture: str, config: dict[str, Any], where: str) -> dict[str, Any]:
         """A config.json of another project's layout as one of the speculators layout. Raises InputError."""
         raise self._lacks("read_foreign")
+
+    def write_foreign(self, standard: dict[str, Any], where: str) -> dict[str, Any]:
+        """The other way round, in the layout ``layout``: of a config.json as ``standard_config`` gives it. Raises
+        InputError for what the layout has no word for.
+        """
+        raise self._lacks("write_foreign")
+
+    def foreign_tensors(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors under the names of ``layout``."""
+        return tensors
 
     def _lacks(self, method: str) -> ConfigError:
         if not self.trainable:

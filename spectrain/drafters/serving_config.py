@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from spectrain.drafters.drafter_digests import CONFIG, WEIGHTS, weight_files
 from spectrain.drafters.foreign_checkpoints import standard_config
 from spectrain.drafters.registry import known_method
 from spectrain.errors import ConfigError, InputError
@@ -19,7 +20,6 @@ from spectrain.files import digest_strings, file_digest
 from spectrain.reading import read_json
 from spectrain.target.identity import TargetIdentity, described
 
-_CONFIG, _WEIGHTS = "config.json", "model.safetensors"
 _ASK_S = 10.0
 
 
@@ -107,46 +107,48 @@ def _last(name: str) -> str:
     return name.rstrip("/").rpartition("/")[2].lower()
 
 
-def read_serving_config(path: str) -> ServingConfig:
+def read_serving_config(path: str, revision: str | None = None) -> ServingConfig:
     """Read the configuration of a drafter, in any layout that ``foreign_checkpoints.py`` knows. vLLM reads them all as
     they are.
 
     path: a folder, or a Hub id; of that only ``config.json`` is fetched, from the Hub's cache where it is there.
+    revision: of a Hub id; None: its default branch.
 
     Raises InputError if there is no drafter, or if its configuration lacks what a server needs.
     """
     folder = Path(path).expanduser()
     if os.path.isdir(folder):  # unlike Path.is_dir, False for names that no folder can have
-        return _from_config(_read(folder / _CONFIG), str(folder.resolve()), None, str(folder / _CONFIG))
-    file = _fetch(path)
-    return _from_config(_read(file), path, file.parent.name, f"{_CONFIG} of {path}")
+        return _from_config(_read(folder / CONFIG), str(folder.resolve()), None, str(folder / CONFIG))
+    file = fetch_config_file(path, revision)
+    return _from_config(_read(file), path, file.parent.name, f"{CONFIG} of {path}")
 
 
 def _read(file: Path) -> dict[str, Any]:
     if not file.is_file():
         raise InputError(
-            f"{file.parent} holds no drafter ({_CONFIG} is missing): name a folder that fit has written, or a Hub id"
+            f"{file.parent} holds no drafter ({CONFIG} is missing): name a folder that fit has written, or a Hub id"
         )
     return read_json(file)
 
 
-def _fetch(repo: str) -> Path:
-    """``config.json`` of a Hub repository, in the Hub's cache."""
+def fetch_config_file(repo: str, revision: str | None = None) -> Path:
+    """``config.json`` of a Hub repository, in the Hub's cache: in the folder of its commit. Raises InputError."""
     from huggingface_hub import HfApi, hf_hub_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
         try:
-            return Path(hf_hub_download(repo, _CONFIG, local_files_only=True))
+            return Path(hf_hub_download(repo, CONFIG, revision=revision, local_files_only=True))
         except LocalEntryNotFoundError:
-            commit = HfApi().model_info(repo, timeout=_ASK_S).sha  # unlike the download, it tries once
-            return Path(hf_hub_download(repo, _CONFIG, revision=commit))
+            # Unlike the download, it tries once.
+            commit = HfApi().model_info(repo, revision=revision, timeout=_ASK_S).sha
+            return Path(hf_hub_download(repo, CONFIG, revision=commit))
     except HFValidationError:
         raise InputError(f"drafter.path={repo} is no folder, and no name that the Hub could have: correct it") from None
     except Exception as error:  # network, disk and Hub errors of many types
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise InputError(
-            f"drafter.path={repo} is no folder here, and the Hub gives no {_CONFIG} of it ({reason}): correct it"
+            f"drafter.path={repo} is no folder here, and the Hub gives no {CONFIG} of it ({reason}): correct it"
         ) from error
 
 
@@ -194,4 +196,5 @@ def _name(value: Any, field: str) -> str | None:
 
 def drafter_digest(folder: Path) -> str:
     """Of everything a server loads from a drafter's folder: binds what was measured to exactly this drafter."""
-    return digest_strings([file_digest(folder / name) for name in (_CONFIG, _WEIGHTS)])
+    weights = weight_files(folder) or [folder / WEIGHTS]
+    return digest_strings([file_digest(path) for path in (folder / CONFIG, *weights)])

@@ -25,6 +25,11 @@ from spectrain.evaluation.reliability import ConfidenceStats
 from spectrain.files import check_digest, finite_or_none, with_digest, without_digest, write_atomically
 
 Interval = tuple[float, float]
+# Of a record, what trackers show.
+_FIGURES = (
+    *("acceptance_length", "acceptance_length_interval", "acceptance_rate", "acceptance_per_position"),
+    *("simulated_acceptance_length", "output_tokens_per_s", "speedup", "speedup_interval"),
+)
 STAGE_PREFIX = "eval/"  # of the manifest's entries of measurements
 
 
@@ -325,6 +330,16 @@ def read_records(folder: str | Path) -> list[EvaluationRecord]:
             *(r.concurrency, policies.get(r.draft_policy, len(policies))),
         ),
     )
+
+
+def record_figures(records: Sequence[EvaluationRecord]) -> dict[str, Any]:
+    """Figures of evaluation records, each under its conditions: ``eval/heldout-hf-eagle3-n3-t0/acceptance_length``."""
+    return {
+        f"eval/{record.file_name().removesuffix('.json')}/{name}": getattr(record, name)
+        for record in records
+        for name in _FIGURES
+        if getattr(record, name) is not None
+    }
 
 
 def _frozen(value: Any) -> Any:

@@ -83,7 +83,7 @@ def conditions(context: Context, method: Method, size: int, engine_version: str)
     return Conditions(
         target=context.target.id,
         target_revision=context.target.revision,
-        drafter=str(context.measured_drafter) if method.is_drafter else None,
+        drafter=context.measured_drafter_name if method.is_drafter else None,
         method=method.name,
         engine=config.engine.name,
         engine_version=engine_version,

@@ -60,7 +60,9 @@ def check_config(config: SpectrainConfig, command: Command, given: Set[str] = fr
     check_trackers(config)
     _check_engine(config, command)
     if config.drafter.path is not None:
-        check_drafter_folder(Path(config.drafter.path).expanduser(), "drafter.path")
+        from spectrain.drafters.hub_drafters import drafter_path
+
+        check_drafter_folder(drafter_path(config.drafter), "drafter.path")
     check_kind(config, command, given)
 
 
@@ -140,6 +142,8 @@ def _screen_prompts(context: Context) -> None:
 
 
 def _check_against_target(context: Context) -> None:
+    from spectrain.drafters.hub_drafters import drafter_path
+
     config, spec = context.config, context.spec
     if spec.quantization is not None and _runs_in_process(context):
         from spectrain.target.quantization import require_readable
@@ -149,10 +153,11 @@ def _check_against_target(context: Context) -> None:
     if context.command.needs_drafter:
         check_measured(context)
     elif config.drafter.path is not None:
-        check_continued(context, Path(config.drafter.path).expanduser())
-    read = context.measured_drafter if context.command.needs_drafter else config.drafter.path
+        check_continued(context, drafter_path(config.drafter))
+    continued = None if config.drafter.path is None else drafter_path(config.drafter)
+    read = context.measured_drafter if context.command.needs_drafter else continued
     if read is not None:
-        check_drafter_digests(Path(read).expanduser())
+        check_drafter_digests(read)
     if "capture" in context.command.stages and not context.command.looks_only:
         check_disk(context)
     if context.command.trains:

@@ -22,6 +22,7 @@ from spectrain.data.hidden_states import StoreMeta
 from spectrain.data.prompts import PromptSplit
 from spectrain.data.responses import Sampling, resolve_sampling, response_key
 from spectrain.drafters.drafter_folder import read_shape
+from spectrain.drafters.hub_drafters import drafter_name, drafter_path
 from spectrain.drafters.registry import find_method
 from spectrain.engines.base import Engine
 from spectrain.engines.hf import HFEngine
@@ -88,9 +89,15 @@ class Context:
         ``run`` trains from drafter.path, so what it measures is always what it trained.
         """
         if self.config.drafter.path is not None and self.command.needs_drafter:
-            return Path(self.config.drafter.path).expanduser()
+            return drafter_path(self.config.drafter)
         own = self.run_dir.drafter
         return own if own.exists() else self.data_dir.drafter
+
+    @property
+    def measured_drafter_name(self) -> str:
+        """What a record calls it."""
+        named = self.config.drafter.path is not None and self.command.needs_drafter
+        return drafter_name(self.config.drafter) if named else str(self.measured_drafter)
 
     @cached_property
     def target(self) -> ResolvedTarget:
@@ -172,7 +179,7 @@ class Context:
         default.
         """
         if self.config.drafter.path is not None:
-            return read_shape(Path(self.config.drafter.path).expanduser(), self.spec.default_taps()).taps
+            return read_shape(drafter_path(self.config.drafter), self.spec.default_taps()).taps
         return find_method(self.config.drafter.method).taps(self.config.drafter, self.spec)
 
     @property

@@ -15,6 +15,7 @@ from spectrain.config.drafter_schema import DrafterConfig
 from spectrain.config.overrides import flatten, suggest
 from spectrain.config.schema import SpectrainConfig
 from spectrain.console import say
+from spectrain.drafters.drafter_digests import CONFIG, WEIGHTS, weight_files
 from spectrain.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from spectrain.stages.context import Context
     from spectrain.target.spec import TargetSpec
 
-_DRAFTER_FILES = ("config.json", "model.safetensors")
 _POLICY_KEYS = "decoding.draft_policy, suite.policies"
 _ANY_TAPS = (0,)  # for questions that taps do not decide: a folder may leave them to the target
 _CONFIDENCE_ADVICE = "use fixed, or train one with drafter=dspark"
@@ -107,7 +107,9 @@ def _check_policies(config: SpectrainConfig, command: Command, method: DrafterMe
             f"or engine=hf"
         )
     if config.drafter.path is not None:
-        check_confidence(Path(config.drafter.path).expanduser())
+        from spectrain.drafters.hub_drafters import drafter_path
+
+        check_confidence(drafter_path(config.drafter))
     elif command.trains and not method.has_confidence(config.drafter):
         raise ConfigError(
             f"{_POLICY_KEYS}: this {method.name} drafter has no confidence head to draft by; {_CONFIDENCE_ADVICE}"
@@ -132,12 +134,11 @@ def check_drafter_folder(folder: Path, field: str) -> None:
         else "run spectrain fit first, or name one with drafter.path"
     )
     if field == "drafter.path" and not os.path.isdir(folder):
-        raise InputError(
-            f"{field}={folder} is no folder here: one from the Hub comes with `hf download {folder} --local-dir FOLDER`"
-        )
-    for file in _DRAFTER_FILES:
-        if not os.path.isfile(folder / file):  # unlike Path.is_file, False for names that no file can have
-            raise InputError(f"{field}: {folder} holds no drafter ({file} is missing): {advice}")
+        raise InputError(f"{field}={folder} is no folder here, and no Hub id: those have an owner, as in ORG/NAME")
+    if not os.path.isfile(folder / CONFIG):  # unlike Path.is_file, False for names that no file can have
+        raise InputError(f"{field}: {folder} holds no drafter ({CONFIG} is missing): {advice}")
+    if not weight_files(folder):
+        raise InputError(f"{field}: {folder} holds no drafter ({WEIGHTS} is missing): {advice}")
 
 
 def check_confidence(folder: Path) -> None:

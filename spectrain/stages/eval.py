@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import resource
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import metadata
@@ -45,6 +45,7 @@ from spectrain.evaluation.records import (
     measurement_name,
     read_record,
     read_records,
+    record_figures,
 )
 from spectrain.evaluation.reliability import confidence_stats
 from spectrain.evaluation.report.tables import evaluation_table
@@ -66,6 +67,7 @@ from spectrain.stages.run_dir import Decision, Inputs
 from spectrain.stages.run_report import Answer, write_run_report
 from spectrain.target.cpu_kernels import speed_up
 from spectrain.training.simulated_acceptance import decoding_sampling
+from spectrain.training.trackers import TRACKERS_FILE, open_trackers
 
 
 @dataclass(frozen=True)
@@ -171,6 +173,7 @@ def evaluate(context: Context) -> float | None:
         }
     records = read_records(run_dir.eval)
     write_run_report(context, records, measured.answers)
+    _track(context, measured.records)
     stdout.print(evaluation_table(records))
     if record.output_identical is False:
         say(
@@ -179,6 +182,16 @@ def evaluate(context: Context) -> float | None:
         )
     say(f"eval: {run_dir.report}")
     return record.acceptance_length
+
+
+def _track(context: Context, records: Sequence[EvaluationRecord]) -> None:
+    """The records join the figures of the training that made the drafter, where trackers have that."""
+    run_dir = context.run_dir
+    if context.config.logger.trackers and (run_dir.path / TRACKERS_FILE).is_file():
+        step = int(run_dir.outputs("fit").get("steps", 0))
+        trackers = open_trackers(context.config, run_dir.path, step)
+        trackers.summarise(record_figures(records), step)
+        trackers.finish()
 
 
 # --- measuring -----------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from spectrain.data.vocab import DraftVocab, build_vocab
 from spectrain.drafters.drafter import Drafter
 from spectrain.drafters.drafter_digests import CONFIG, WEIGHTS, note_changes
 from spectrain.drafters.drafter_folder import read_shape, weights_digest
+from spectrain.drafters.hub_drafters import drafter_path
 from spectrain.drafters.registry import Corpus, find_method
 from spectrain.errors import InputError
 from spectrain.stages import capture
@@ -72,7 +72,7 @@ def _inputs(context: Context) -> dict[str, Any]:
     others = tuple(f"drafter.{section}." for section in sections_of_others(find_method(config.drafter.method)))
     kept = {key: value for key, value in kept.items() if not key.startswith(others)}
     if config.drafter.path is not None:
-        kept["weights of drafter.path"] = weights_digest(Path(config.drafter.path).expanduser())[:16]
+        kept["weights of drafter.path"] = weights_digest(drafter_path(config.drafter))[:16]
     return {**capture.fixed_inputs(context), **capture.growing_inputs(context), **kept}
 
 

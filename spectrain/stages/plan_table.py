@@ -73,9 +73,11 @@ def show_plan(context: Context) -> None:
 def _drafter_lines(context: Context) -> list[tuple[str, str]]:
     """What is trained or measured, and how it drafts."""
     from spectrain.drafters.drafter_folder import read_method, read_shape
+    from spectrain.drafters.hub_drafters import drafter_path
     from spectrain.drafters.registry import find_method
 
-    config, folder = context.config, context.config.drafter.path
+    config = context.config
+    folder = None if config.drafter.path is None else str(drafter_path(config.drafter))
     most = find_method(config.drafter.method).max_drafts(config.drafter)
     if context.command.needs_drafter:
         folder = str(context.measured_drafter)

@@ -42,6 +42,7 @@ from spectrain.files import (
     write_atomically,
 )
 from spectrain.masking import PRIVATE_FILE
+from spectrain.stages.hardware import hardware
 
 SCHEMA_VERSION = 1
 _MANIFEST, _LOCK = "manifest.json", ".lock"
@@ -82,7 +83,7 @@ STAGES = (
     Stage("capture", ("hidden_states",), "hidden states are captured again"),
     Stage(
         "fit",
-        ("checkpoints", "drafter", "metrics.jsonl"),
+        ("checkpoints", "drafter", "metrics.jsonl", "trackers.json"),
         "the drafter is trained again and replaced (another run.dir keeps it)",
     ),
     Stage("eval", ("eval", "report.html"), "it is measured again"),
@@ -260,11 +261,8 @@ class RunDir:
             raise
         digest = hashlib.sha256(json.dumps(entry["inputs"], sort_keys=True).encode()).hexdigest()
         seconds = round(elapsed_s + time.monotonic() - start_s, 3)
-        self._put(
-            name,
-            entry
-            | {"status": "done", "seconds": seconds, "digest": digest, "outputs": outputs, "versions": versions()},
-        )
+        made = {"outputs": outputs, "versions": versions(), "hardware": hardware()}
+        self._put(name, entry | {"status": "done", "seconds": seconds, "digest": digest, **made})
 
     def outputs(self, name: str) -> dict[str, Any]:
         """What a finished stage recorded about its outputs; empty if it has not finished."""

@@ -9,7 +9,6 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import groupby
 from typing import Any
 
 import yaml
@@ -21,7 +20,7 @@ from spectrain.data.prompt_files import find_prompt_files
 from spectrain.data.prompts import Conversation
 from spectrain.decoding.loop import GenerationResult
 from spectrain.decoding.scheduler import StepCost
-from spectrain.drafters.drafter_digests import WEIGHTS
+from spectrain.drafters.drafter_digests import weight_files
 from spectrain.drafters.drafter_folder import weights_digest
 from spectrain.drafters.foreign_checkpoints import standard_config
 from spectrain.drafters.registry import find_method
@@ -32,6 +31,7 @@ from spectrain.evaluation.report.html import ExampleText, Fact, ReportInputs, Se
 from spectrain.evaluation.report.next_step import TrainedOn
 from spectrain.files import check_digest, read_json_lines
 from spectrain.stages.context import Context, config_yaml
+from spectrain.stages.hardware import cpu_name
 from spectrain.stages.run_dir import versions
 from spectrain.target.model import choose_device
 
@@ -130,7 +130,8 @@ def _drafter_facts(context: Context) -> list[Fact]:
         ("draft vocabulary", f"{written.get('draft_vocab_size', 0):,}"),
         (
             "weights",
-            f"{(folder / WEIGHTS).stat().st_size / 1e6:,.1f} MB, sha256 {weights_digest(folder)[:16]}",
+            f"{sum(path.stat().st_size for path in weight_files(folder)) / 1e6:,.1f} MB, "
+            f"sha256 {weights_digest(folder)[:16]}",
         ),
     ]
     served = read_serving_config(str(folder))
@@ -248,13 +249,4 @@ def _hardware(context: Context) -> dict[str, str]:
     device = choose_device(context.config.target.device)  # the target may be loaded elsewhere alone
     if device.type == "cuda":
         return facts | {"device": torch.cuda.get_device_name(device)}
-    return facts | {"device": _cpu_name(), "dtype": context.dtype_name}
-
-
-def _cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
-        return next((name for name, _ in groupby(names)), platform.processor())
-    except OSError:
-        return platform.processor() or "unknown"
+    return facts | {"device": cpu_name(), "dtype": context.dtype_name}

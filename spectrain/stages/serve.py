@@ -25,8 +25,8 @@ from spectrain.config.keys import refuse_dash
 from spectrain.config.schema import SpectrainConfig
 from spectrain.config.target_schema import TargetConfig
 from spectrain.console import say, stdout
-from spectrain.drafters.drafter_digests import check_drafter_digests
-from spectrain.drafters.drafter_folder import WEIGHTS, check_vocab
+from spectrain.drafters.drafter_digests import check_drafter_digests, weight_files
+from spectrain.drafters.drafter_folder import check_vocab
 from spectrain.drafters.registry import known_method, load_module
 from spectrain.drafters.serving_config import ServingConfig, drafter_digest, read_serving_config
 from spectrain.engines.vllm import args as vllm_options
@@ -168,7 +168,8 @@ def serve_command(config: SpectrainConfig, given: Sequence[str], flags: Sequence
             "engine.args.speculative_config is set by serve, from the drafter's folder and "
             "decoding.num_speculative_tokens"
         )
-    drafter = read_serving_config(_drafter_path(config, keys))
+    path = _drafter_path(config, keys)
+    drafter = read_serving_config(path, config.drafter.revision if path == config.drafter.path else None)
     check_drafter_digests(Path(drafter.path))
     if known_method(drafter.method) is None:
         load_module(config.drafter.module)  # its kind may be one that vLLM does not have
@@ -263,7 +264,7 @@ def _target(config: SpectrainConfig, drafter: ServingConfig, keys: set[str]) -> 
 def _check_vocab(drafter: ServingConfig) -> None:
     """A drafter whose weights are here numbers its vocabulary in one way."""
     method = known_method(drafter.method)
-    if method is not None and method.trainable and (Path(drafter.path) / WEIGHTS).is_file():
+    if method is not None and method.trainable and weight_files(Path(drafter.path)):
         check_vocab(Path(drafter.path))
 
 

@@ -160,6 +160,8 @@ def check_trackers_answer(context: Context) -> None:
 
     if "wandb" not in context.config.logger.trackers or not context.command.trains or fit.decide(context).skip:
         return
+    if context.config.logger.offline:
+        return
     if os.environ.get("WANDB_MODE", "online") not in ("online", "run", "shared"):
         return
     import wandb  # type: ignore[import-not-found,unused-ignore]
@@ -170,5 +172,5 @@ def check_trackers_answer(context: Context) -> None:
         reason = " ".join(str(error).split())[:200]
         raise InputError(
             f"logger.trackers: wandb does not answer ({type(error).__name__}: {reason}): log in with `wandb login`, "
-            f"set WANDB_MODE=offline, or use logger=none"
+            f"set logger.offline=true, or use logger=none"
         ) from error

@@ -49,6 +49,7 @@ from spectrain.training.optim import build_optimizers, lr_factor, set_learning_r
 from spectrain.training.sampler import Position, StepSampler
 from spectrain.training.simulated_acceptance import SimulatedAcceptance, simulate_heldout
 from spectrain.training.step_sums import StepSums, StepTotals
+from spectrain.training.trackers import Trackers, open_trackers
 
 _DEVICE_WORKERS = 2  # loader workers where drafters are trained on an accelerator
 _WAIT_TO_MENTION = 0.1  # share of a step spent waiting for data that the progress bar shows
@@ -120,8 +121,6 @@ class Trainer:
         self.accelerator = accelerator or Accelerator(
             # accelerate fixes it for the process, but the jobs of a sweep may differ: see _backward
             mixed_precision="no",
-            log_with=list(config.logger.trackers) or None,
-            project_dir=str(paths.metrics.parent),
         )
         device = self.accelerator.device
         self.drafter = drafter.to(device)
@@ -134,6 +133,7 @@ class Trainer:
         self.eval_every = options.eval_every_steps or max(1, self.sampler.steps_per_epoch[0])
         self.checkpoint_every = options.checkpoint_every_steps or self.eval_every
         self.best = {"step": 0, "acceptance_length": -1.0}
+        self.trackers = Trackers()
         self.last_loss = float("nan")
         self.done = 0  # steps
         self.evaluated = False  # whether what is due after them has been found out
@@ -152,7 +152,8 @@ class Trainer:
         started = time.monotonic()
         self._resume()
         first, total = self.done, self.sampler.total_steps
-        self._start_trackers()
+        if self.accelerator.is_main_process:
+            self.trackers = open_trackers(self.config, self.paths.metrics.parent, first)
         with (
             ProgressBar("fit", total=total, unit="steps", done=first) as bar,
             self._batches(first) as batches,
@@ -165,8 +166,8 @@ class Trainer:
                 self._evaluate_and_save()
                 bar.advance(1, note=self._note(made))
         self._calibrate(total)
-        if self.config.logger.trackers:
-            self.accelerator.end_training()
+        self.trackers.summarise({"fit": {**self.best, "steps": total, "loss": self.last_loss}}, total)
+        self.trackers.finish()
         return FitResult(
             total, int(self.best["step"]), self.best["acceptance_length"], self.last_loss, time.monotonic() - started
         )
@@ -339,8 +340,7 @@ class Trainer:
             return ""
         if self.done and self._saved != (self.done, self.evaluated):
             self._checkpoint(extra=True)
-        for tracker in self.accelerator.trackers:
-            getattr(tracker.tracker, "flush", lambda: None)()  # TensorBoard's writes every two minutes
+        self.trackers.flush()
         return f"fit keeps {self.done} of {self.sampler.total_steps} steps; {signals.CONTINUES}"
 
     def _resume(self) -> None:
@@ -363,10 +363,6 @@ class Trainer:
             keep = self.config.trainer.keep_checkpoints + (self._extra is not None)
             prune_checkpoints(self.paths.checkpoints, self.done, keep)
             keep_metrics_up_to(self.paths.metrics, -1 if state is None else self.done, self.evaluated)
-
-    def _start_trackers(self) -> None:
-        if self.config.logger.trackers:
-            self.accelerator.init_trackers(self.config.logger.project, config={"run": self.config.run.name})
 
     def _note(self, made: Step) -> str:
         """Beside the progress bar."""
@@ -393,7 +389,4 @@ class Trainer:
     def _log(self, step: int, values: dict[str, Any]) -> None:
         if self.accelerator.is_main_process:
             append_metrics(self.paths.metrics, step, values)
-        if self.config.logger.trackers:
-            self.accelerator.log(
-                {key: value for key, value in values.items() if isinstance(value, int | float)}, step=step
-            )
+        self.trackers.log(values, step)

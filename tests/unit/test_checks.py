@@ -111,7 +111,7 @@ def test_a_drafter_that_does_not_fit_the_target(capsys, workplace, command, argu
         ("target.path=nowhere/at/all", "target.path=nowhere/at/all is not a folder"),
         (
             "drafter.path=nowhere",
-            "drafter.path=nowhere is no folder here: one from the Hub comes with `hf download nowhere",
+            "drafter.path=nowhere is no folder here, and no Hub id",
         ),
         ("suite.prompts=nowhere.jsonl", "suite.prompts: no prompt file nowhere.jsonl"),
         ("suite=jsonl", "suite.prompts is empty"),

@@ -41,6 +41,7 @@ from spectrain.drafters.drafter import Advance, Batches, DrafterShape
 from spectrain.drafters.field_checks import check_sizes, flag, whole
 from spectrain.drafters.foreign_checkpoints import (
     decoder_layer,
+    flat_layer,
     refuse_unknown_arithmetic,
     section,
     speculators_fields,
@@ -58,6 +59,7 @@ from spectrain.drafters.layers import (
     layer_shape,
     to_layer_config,
 )
+from spectrain.errors import InputError
 from spectrain.target.head import TargetHead
 from spectrain.target.spec import TargetSpec
 
@@ -209,6 +211,7 @@ class Eagle3Method(AutoregressiveMethod):
     speculative_config = {"method": "eagle3"}
     vllm_defaults = {"norm_before_residual": True, "norm_before_fc": False, "fc_norm": False, "norm_output": False}
     foreign_architectures = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Qwen3ForCausalLM")
+    layout = "eagle"
 
     def shape(self, config: DrafterConfig, spec: TargetSpec) -> Eagle3Shape:
         return Eagle3Shape(
@@ -278,6 +281,23 @@ class Eagle3Method(AutoregressiveMethod):
         if ids.get(name):
             standard[name] = taps(ids[name], 0, field, where)
         return standard
+
+    def write_foreign(self, standard: dict[str, Any], where: str) -> dict[str, Any]:
+        """Of a full vocabulary its size is left out: readers take the target's lm_head then."""
+        layer = standard["transformer_layer_config"]
+        if layer["num_hidden_layers"] != 1:
+            raise InputError(f"{where}: EAGLE's layout has one layer, this drafter has {layer['num_hidden_layers']}")
+        reduced = standard["draft_vocab_size"] != layer["vocab_size"]
+        return {
+            "architectures": ["Eagle3Qwen3ForCausalLM" if layer["model_type"] == "qwen3" else "LlamaForCausalLMEagle3"],
+            **flat_layer(layer),
+            **({"draft_vocab_size": standard["draft_vocab_size"]} if reduced else {}),
+            **{name: standard[name] for name in (self.taps_field, *_SWITCHES)},
+        }
+
+    def foreign_tensors(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """``standard_tensors`` the other way round."""
+        return {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in tensors.items()}
 
 
 METHOD = Eagle3Method()

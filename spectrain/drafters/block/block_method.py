@@ -22,7 +22,13 @@ from spectrain.drafters.block.block_drafter import BlockDrafter
 from spectrain.drafters.block.block_model import BlockBody
 from spectrain.drafters.block.block_shape import BlockShape, resolve_mask_token
 from spectrain.drafters.field_checks import flag, positive, whole
-from spectrain.drafters.foreign_checkpoints import block_decoder_layer, block_taps, mask_token, speculators_fields
+from spectrain.drafters.foreign_checkpoints import (
+    block_decoder_layer,
+    block_taps,
+    flat_layer,
+    mask_token,
+    speculators_fields,
+)
 from spectrain.drafters.init_from_target import MLP_NORMS, copy_weights, mlp_norm, read_layer
 from spectrain.drafters.layers import from_layer_config, layer_shape, to_layer_config
 from spectrain.drafters.registry import BatchSize, Corpus, CorpusSize, DrafterMethod, TrainingCost, TrainingRows
@@ -242,6 +248,22 @@ class BlockMethod(DrafterMethod):
             "mask_token_id": mask_token(config, nested, where),
             "block_size": block,
         }, causal
+
+
+def write_block(standard: dict[str, Any]) -> dict[str, Any]:
+    """What the flat layouts of z-lab and DeepSpec say alike, with a reduced vocabulary where there is one."""
+    layer = standard["transformer_layer_config"]
+    reduced = standard.get("draft_vocab_size") not in (None, layer["vocab_size"])
+    return {
+        **flat_layer(layer),
+        "block_size": standard["block_size"],
+        **({"draft_vocab_size": standard["draft_vocab_size"]} if reduced else {}),
+    }
+
+
+def layers_below(taps: Any) -> list[int]:
+    """Ids of the layers whose outputs are the taps, counted from 0."""
+    return [tap - 1 for tap in taps]
 
 
 def read_flag(fields: Mapping[str, Any], name: str, default: bool = False) -> bool:

@@ -24,6 +24,7 @@ class DFlash2Method(DFlashMethod):
     sections = (*DFlashMethod.sections, "dflash2")
     architecture = "DFlash2DraftModel"
     foreign_architectures = ("DFlash2DraftModel",)
+    nested_fields = _FIELDS
 
     def check(self, config: DrafterConfig) -> None:
         super().check(config)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from spectrain.config.drafter_schema import DrafterConfig
-from spectrain.drafters.block.block_method import BlockMethod, read_flag
+from spectrain.drafters.block.block_method import BlockMethod, layers_below, read_flag, write_block
 from spectrain.drafters.block.block_shape import BlockShape, MarkovShape
 from spectrain.drafters.foreign_checkpoints import count, refuse_unknown_arithmetic, section
 from spectrain.errors import ConfigError, InputError
@@ -36,6 +36,8 @@ class DSparkMethod(BlockMethod):
     vllm_defaults = {"sample_from_anchor": False, "markov_head_type": "vanilla"}
     # DeepSpec's; the second is its name while training.
     foreign_architectures = ("Qwen3DSparkModel", "DSparkDraftModel")
+    layout = "deepspec"
+    layout_holds_copies = True
 
     def samples_from_anchor(self, config: DrafterConfig) -> bool:
         return config.dspark.sample_from_anchor
@@ -105,6 +107,23 @@ class DSparkMethod(BlockMethod):
             "sample_from_anchor": from_anchor,
             "markov_rank": count(fields, "markov_rank", where, least=0),
             **{name: fields.get(name, default) for name, default in _FOREIGN_DEFAULTS.items()},
+        }
+
+    def write_foreign(self, standard: dict[str, Any], where: str) -> dict[str, Any]:
+        layer = standard["transformer_layer_config"]
+        slides = bool(layer.get("use_sliding_window"))
+        return {
+            "architectures": [self.foreign_architectures[0]],
+            **write_block(standard),
+            "mask_token_id": standard["mask_token_id"],
+            "target_layer_ids": layers_below(standard[self.taps_field]),
+            "sample_from_anchor": standard["sample_from_anchor"],
+            "markov_rank": standard["markov_rank"],
+            **{name: standard[name] for name in _FOREIGN_DEFAULTS},
+            "layer_types": ["sliding_attention" if slides else "full_attention"] * layer["num_hidden_layers"],
+            "use_sliding_window": slides,
+            "sliding_window": layer["sliding_window"] if slides else None,
+            "max_window_layers": 0 if slides else layer["num_hidden_layers"],
         }
 
 

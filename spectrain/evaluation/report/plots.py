@@ -21,6 +21,8 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from spectrain.evaluation.records import Interval
 
+# Colours of a figure that has no page around it: they can be read on white and on black.
+_ALONE = {"--ink": "#5b6570", "--muted": "#77828c", "--rule": "#aab2b9", "--accent": "#0b8f6c", "--plain": "#98a2ab"}
 # Placeholder colours and the page's variables behind them (see the template's style sheet).
 INK, MUTED, RULE, ACCENT, PLAIN = "#010101", "#020202", "#030303", "#040404", "#050505"
 _VARIABLES = {INK: "--ink", MUTED: "--muted", RULE: "--rule", ACCENT: "--accent", PLAIN: "--plain"}
@@ -319,6 +321,14 @@ def _spoken(rows: Sequence[Measured]) -> str:
 
 def _spoken_series(series: Sequence[Series]) -> str:
     return "; ".join(f"{one.name} " + " ".join("–" if v is None else _share(v) for v in one.values) for one in series)
+
+
+def standalone(figure: str) -> str:
+    """A figure as a file of its own, which a page shows as a picture."""
+    for variable, colour in _ALONE.items():
+        figure = figure.replace(f"var({variable})", colour)
+    style = ' xmlns="http://www.w3.org/2000/svg" font-family="sans-serif"'
+    return str(figure).replace("<svg", f"<svg{style}", 1) + "\n"
 
 
 def _svg(figure: Figure, description: str) -> Markup:

@@ -1,0 +1,84 @@
+"""What may leave this machine: a drafter's ``config.json`` without anything of the place where it was trained, and a
+search of everything that is to be uploaded for paths, tokens and prompts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from spectrain.drafters.drafter_digests import CONFIG, WEIGHTS, with_digests
+from spectrain.errors import RunError
+
+# Of ``spectrain`` in config.json: what a reader needs, and nothing that a later version may add without thinking of it.
+_PUBLIC = (
+    *("ttt_steps", "confidence_temperatures", "max_model_len", "coverage", "step", "simulated_acceptance_length"),
+    *("target_revision", "target_fingerprint", "target_tokenizer"),
+)
+_ABSOLUTE = re.compile(r"(?:/|~|[A-Za-z]:[\\/]|\\\\|file:)")
+_TEXTS = {".json", ".md", ".html", ".svg", ".txt", ".yaml"}
+_SHORTEST_PROMPT = 24  # characters: shorter ones are words that a card may have by itself
+
+
+def public_config(config: Mapping[str, Any], base_model: str, folder: Path) -> dict[str, Any]:
+    """``config.json`` with the target by its name on the Hub, and digests of what is published; the weights lie in
+    ``folder``.
+
+    Raises RunError naming a field that still holds a path of this machine.
+    """
+    speculation = config["speculators_config"]
+    verifier = {**speculation["verifier"], "name_or_path": base_model}
+    own = {name: value for name, value in (config.get("spectrain") or {}).items() if name in _PUBLIC}
+    public = {**config, "speculators_config": {**speculation, "verifier": verifier}, "spectrain": own}
+    for field, text in _texts(public):
+        if _ABSOLUTE.match(text):
+            raise RunError(f"{CONFIG}: {field} is {text}, a path of this machine, which is not published: remove it")
+    return with_digests(public, folder)
+
+
+def write_config(config: Mapping[str, Any], folder: Path) -> None:
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _texts(value: Any, field: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping):
+        for name, entry in value.items():
+            yield from _texts(entry, f"{field}.{name}" if field else str(name))
+    elif isinstance(value, list | tuple):
+        for index, entry in enumerate(value):
+            yield from _texts(entry, f"{field}[{index}]")
+    elif isinstance(value, str):
+        yield field, value
+
+
+def refuse_private(folder: Path, private: Mapping[str, str], prompts: Iterable[str] = ()) -> None:
+    """Raise RunError if a file of ``folder`` has one of the texts ``private`` (text -> what it is), or one of these
+    prompts. Of weights their header is searched, which is all the text they have.
+    """
+    contents = {path.relative_to(folder): _content(path) for path in sorted(folder.rglob("*")) if path.is_file()}
+    for name, content in contents.items():
+        for text, what in private.items():
+            if text and text in content:
+                raise RunError(f"{name} would have been published with {what} in it: nothing was uploaded")
+    everything = "\n".join(contents.values())
+    for prompt in prompts:
+        text = prompt.strip()
+        # As it is, as JSON writes it, and as HTML does.
+        if len(text) >= _SHORTEST_PROMPT and any(form in everything for form in {text, json.dumps(text)[1:-1]}):
+            where = next((str(name) for name, content in contents.items() if text in content), "a file")
+            raise RunError(f"{where} would have been published with a prompt in it: nothing was uploaded")
+
+
+def _content(path: Path) -> str:
+    if path.name.endswith(".safetensors"):
+        with path.open("rb") as file:
+            return file.read(int.from_bytes(file.read(8), "little")).decode(errors="replace")
+    if path.suffix not in _TEXTS:
+        raise RunError(f"{path.name} is of a kind that publish does not upload")
+    return path.read_text(encoding="utf-8")
+
+
+__all__ = ["CONFIG", "WEIGHTS", "public_config", "refuse_private", "write_config"]
