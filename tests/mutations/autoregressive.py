@@ -49,8 +49,8 @@ MUTATIONS = (
     Mutation(
         "a later step sits one position too far (training)",
         AUTOREGRESSIVE + "unroll.py",
-        "batch.position_ids_T[query_M] + step)",
-        "batch.position_ids_T[query_M] + step + 1)",
+        "position_M = batch.position_ids_T[query_M] + step",
+        "position_M = batch.position_ids_T[query_M] + step + 1",
         (UNROLL,),
     ),
     Mutation(
@@ -99,7 +99,7 @@ MUTATIONS = (
     Mutation(
         "embeddings scaled as in the target's own stream",
         AUTOREGRESSIVE + "unroll.py",
-        "embedding_TH = head.embed_rows(next_T)",
+        "embedding_TH = token_embedding(body, head, next_T, batch.position_ids_T)",
         "embedding_TH = head.embed(next_T)",
         (UNROLL,),
     ),

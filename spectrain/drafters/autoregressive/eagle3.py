@@ -32,7 +32,6 @@ from spectrain.drafters.autoregressive.autoregressive_drafter import (
     AutoregressiveDrafter,
     AutoregressiveMethod,
     DraftSteps,
-    make_cache,
     observe_columns,
 )
 from spectrain.drafters.autoregressive.eagle3_init import init_eagle3
@@ -121,6 +120,7 @@ class Eagle3Body(nn.Module):
     """fc, layers, norm and (with a reduced vocabulary) lm_head."""
 
     layers: list[Eagle3Layer]  # in truth a ModuleList of them
+    zero_first = False
 
     def __init__(self, shape: Eagle3Shape) -> None:
         super().__init__()
@@ -177,14 +177,18 @@ class Eagle3(AutoregressiveDrafter):
         return init_eagle3(self.body, self.rotary, self.head, batches, self.training_steps, decay, advance)
 
     def unroll(self, batch: PackedBatch, columns: Columns) -> Tensor:
-        return unroll(self.body, self.rotary, self.head, batch, columns, self.attention_backend(batch))
+        feature_TH = self.body.fuse(batch.taps_TAH)
+        return unroll(self.body, self.rotary, self.head, feature_TH, batch, columns, self.attention_backend(batch))
 
     def new_cache(self, batch_size: int) -> AutoregressiveCache:
-        return make_cache(self.body, batch_size)
+        return AutoregressiveCache(self.shape.layer, self.shape.num_layers, batch_size, self.body.fc.weight)
 
     @torch.no_grad()
     def observe(self, cache: AutoregressiveCache, observation: Observation) -> None:
-        observe_columns(self.body, self.rotary, self.head, cache, observation)
+        if observation.taps_BTAH is None:
+            raise ValueError("an EAGLE-3 drafter observes taps of the target")
+        feature_BTH = self.body.fuse(observation.taps_BTAH)
+        observe_columns(self.body, self.rotary, self.head, cache, feature_BTH, observation)
 
     def draft_steps(self, cache: AutoregressiveCache, anchor_B: Tensor, n: int) -> DraftSteps:
         return DraftSteps(self.body, self.rotary, self.head, cache, anchor_B, n)
