@@ -165,6 +165,10 @@ class AutoregressiveMethod(DrafterMethod):
             output_entries=sum(size for name, size in entries.items() if not name.endswith(_NOT_PER_OUTPUT)),
         )
 
+    def norms_taps(self, config: DrafterConfig) -> bool:
+        """Whether taps are normed before they are fused."""
+        return False
+
     def training_rows(self, config: DrafterConfig, trainer: TrainerConfig, batch: BatchSize) -> TrainingRows:
         return self._rows(config, config.autoregressive.ttt_steps, batch)
 
@@ -185,7 +189,7 @@ class AutoregressiveMethod(DrafterMethod):
             copied_keys=columns * steps * (steps - 1) / 2,
             own_keys=steps - 1,
             with_embedding=True,
-            normed_taps=config.eagle3.fc_norm or config.eagle3.norm_before_fc,
+            normed_taps=self.norms_taps(config),
         )
 
 
@@ -221,7 +225,7 @@ def observe_columns(
         next_ids, new_B = ids_BT, lengths_B
         cache.pending_BH = torch.where((lengths_B > 0)[:, None], feature_BTH[rows_B, last_B], cache.pending_BH)
     if next_ids.shape[1]:
-        _columns(body, rotary, head, cache, column_feature, next_ids, cache.columns_B, keys_only=True)
+        run_columns(body, rotary, head, cache, column_feature, next_ids, cache.columns_B, keys_only=True)
     cache.columns_B = cache.columns_B + new_B.clamp(min=0)
 
 
@@ -257,14 +261,14 @@ class DraftSteps:
             raise StopIteration
         body, rotary, head, cache = self._parts
         start_B = cache.columns_B + self._step
-        out_BH = _columns(body, rotary, head, cache, self._feature_BH[:, None], self.token_B[:, None], start_B)[:, 0]
+        out_BH = run_columns(body, rotary, head, cache, self._feature_BH[:, None], self.token_B[:, None], start_B)[:, 0]
         normed_BH = body.norm(out_BH)
         self._feature_BH = body.feed_back(out_BH, normed_BH)
         self._step += 1
         return normed_BH
 
 
-def _columns(
+def run_columns(
     body: AutoregressiveBody,
     rotary: Rotary,
     head: TargetHead,

@@ -262,25 +262,7 @@ def unroll(
     """
     query_M, last = columns.query_M, batch.num_tokens - 1
     layout = ColumnLayout.build(query_M, batch.document_ids_T)
-    # Step 0 on every column. The last column of a document pairs with a token of the next one: no query ever sees that
-    # key.
-    next_T = batch.input_ids_T.roll(-1)
-    embedding_TH = token_embedding(body, head, next_T, batch.position_ids_T).to(feature_TH.dtype)
-    cos_sin_T = rotary.cos_sin(batch.position_ids_T)
-    keys: list[tuple[Tensor, Tensor]] = []
-    stream_TH = feature_TH
-    out_MH = feature_TH[query_M]
-    for layer in body.layers:
-        residual_TH, x_T = layer.attention_input(stream_TH, embedding_TH)
-        k_TGd, v_TGd = layer.self_attn.keys_values(x_T, cos_sin_T)
-        keys.append((k_TGd, v_TGd))
-        if layer is body.layers[-1]:
-            q_MNd = layer.self_attn.queries(x_T[query_M], _rows(cos_sin_T, query_M))
-            heads_MNd = unrolled_attention(q_MNd, k_TGd, v_TGd, [], [], layout, backend)
-            out_MH = layer.finish(residual_TH[query_M], heads_MNd)
-        else:
-            stream_TH = _full_layer(layer, residual_TH, x_T, k_TGd, v_TGd, cos_sin_T, batch, backend)
-
+    out_MH, keys = first_step(body, rotary, head, feature_TH, batch, layout, backend)
     normed_KMH = [body.norm(out_MH)]
     own: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in body.layers]
     for step in range(1, len(columns.valid_KM)):
@@ -300,6 +282,40 @@ def unroll(
             out_MH = layer.finish(residual_MH, heads_MNd)
         normed_KMH.append(body.norm(out_MH))
     return torch.stack(normed_KMH)
+
+
+def first_step(
+    body: AutoregressiveBody,
+    rotary: Rotary,
+    head: TargetHead,
+    feature_TH: Tensor,
+    batch: PackedBatch,
+    layout: ColumnLayout,
+    backend: str,
+) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    """Step 0 on every column: outputs [M, H] of those that count, before the norm, and keys and values [T, G, d] of
+    each layer.
+
+    The last column of a document pairs with a token of the next one: no query ever sees that key.
+    """
+    query_M = layout.query_M
+    next_T = batch.input_ids_T.roll(-1)
+    embedding_TH = token_embedding(body, head, next_T, batch.position_ids_T).to(feature_TH.dtype)
+    cos_sin_T = rotary.cos_sin(batch.position_ids_T)
+    keys: list[tuple[Tensor, Tensor]] = []
+    stream_TH = feature_TH
+    out_MH = feature_TH[query_M]
+    for layer in body.layers:
+        residual_TH, x_T = layer.attention_input(stream_TH, embedding_TH)
+        k_TGd, v_TGd = layer.self_attn.keys_values(x_T, cos_sin_T)
+        keys.append((k_TGd, v_TGd))
+        if layer is body.layers[-1]:
+            q_MNd = layer.self_attn.queries(x_T[query_M], _rows(cos_sin_T, query_M))
+            heads_MNd = unrolled_attention(q_MNd, k_TGd, v_TGd, [], [], layout, backend)
+            out_MH = layer.finish(residual_TH[query_M], heads_MNd)
+        else:
+            stream_TH = _full_layer(layer, residual_TH, x_T, k_TGd, v_TGd, cos_sin_T, batch, backend)
+    return out_MH, keys
 
 
 def _rows(pair: tuple[Tensor, Tensor], rows: Tensor) -> tuple[Tensor, Tensor]:
