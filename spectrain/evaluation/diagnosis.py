@@ -211,7 +211,8 @@ def _block_misreadings(drafter: Drafter) -> Iterator[Misreading]:
 
 def _parallel_misreadings(drafter: Drafter) -> Iterator[Misreading]:
     """Mask slots behind a column, where vLLM knows step-by-step drafting as well."""
-    body, rotary = getattr(drafter, "body", None), getattr(drafter, "rotary", None)
+    body: Any = getattr(drafter, "body", None)
+    rotary = getattr(drafter, "rotary", None)
     if not isinstance(rotary, Rotary) or not hasattr(body, "mask_hidden"):
         return
     steps = partial(DraftSteps, body, rotary, drafter.head)
