@@ -29,11 +29,13 @@ from spectrain.data.vocab import DraftVocab, full_vocab
 from spectrain.decoding.proposers import Observation
 from spectrain.drafters.autoregressive import autoregressive_drafter as drafter_module
 from spectrain.drafters.autoregressive.eagle3 import Eagle3, Eagle3Shape
+from spectrain.drafters.autoregressive.peagle import PEagleShape
 from spectrain.drafters.autoregressive.unroll import Columns
 from spectrain.drafters.drafter import Drafter
 from spectrain.drafters.drafter_folder import save_drafter
 from spectrain.drafters.layers import LayerShape
 from spectrain.drafters.losses import draft_loss
+from spectrain.drafters.registry import find_method
 from spectrain.target.families import FAMILIES, HeadMath
 from spectrain.target.head import TargetHead
 from spectrain.training.trainer import FitPaths, FitResult, Trainer
@@ -61,11 +63,17 @@ class Options:
     steps: int = 3
     step_decay: float = 0.8
     attention: str = "auto"
+    mask_token: int | None = None  # P-EAGLE: the token of its mask slots
     loss: LossConfig = field(default_factory=LossConfig)
+
+    @property
+    def method(self) -> str:
+        return "eagle3" if self.mask_token is None else "peagle"
 
     @property
     def config(self) -> DrafterConfig:
         return DrafterConfig(
+            method=self.method,
             loss=self.loss,
             attention=self.attention,  # type: ignore[arg-type]
             autoregressive=AutoregressiveConfig(ttt_steps=self.steps, step_decay=self.step_decay),
@@ -98,6 +106,9 @@ VARIANTS = [
         reduced=True,
     ),
     Options(taps=(3,), norm_before_residual=True, norm_output=True, fc_norm=True, steps=5),
+    Options(mask_token=5),
+    Options(mask_token=22, num_layers=2, layer_type="qwen3", taps=(0, 4), reduced=True, norm_before_fc=True, steps=4),
+    Options(mask_token=0, num_layers=2, norm_before_residual=True, family="gemma2"),
 ]
 
 
@@ -138,6 +149,16 @@ def random_vocab(options: Options, vocab: int = VOCAB) -> DraftVocab:
     )
 
 
+def shape_of(options: Options, layer: LayerShape, target_vocab_size: int, draft_vocab_size: int) -> Eagle3Shape:
+    """The shape of EAGLE-3, or with a mask token of P-EAGLE."""
+    names = ("num_layers", "taps", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    fields = {"layer": layer, "target_vocab_size": target_vocab_size, "draft_vocab_size": draft_vocab_size}
+    fields |= {name: getattr(options, name) for name in names}
+    if options.mask_token is None:
+        return Eagle3Shape(**fields)
+    return PEagleShape(**fields, mask_token_id=options.mask_token)
+
+
 def random_drafter(
     options: Options = Options(),
     seed: int = 0,
@@ -150,7 +171,8 @@ def random_drafter(
     """
     head = head or random_head(options.family, dtype=dtype)
     vocab = random_vocab(options, head.vocab_size)
-    shape = Eagle3Shape(
+    shape = shape_of(
+        options,
         layer=LayerShape(
             layer_type=options.layer_type,
             hidden_size=HIDDEN,
@@ -162,16 +184,11 @@ def random_drafter(
             rope_parameters={"rope_type": "default", "rope_theta": THETA},
             max_position_embeddings=128,
         ),
-        num_layers=options.num_layers,
-        taps=options.taps,
         target_vocab_size=head.vocab_size,
         draft_vocab_size=len(vocab.ids_D),
-        norm_before_residual=options.norm_before_residual,
-        norm_before_fc=options.norm_before_fc,
-        fc_norm=options.fc_norm,
-        norm_output=options.norm_output,
     )
-    drafter = Eagle3(shape, vocab, options.config).to(dtype)
+    drafter = find_method(options.method).build(shape, vocab, options.config).to(dtype)
+    assert isinstance(drafter, Eagle3)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for _, parameter in sorted(drafter.named_parameters()):
@@ -207,6 +224,7 @@ def reference_of(drafter: Eagle3) -> Eagle3Reference:
         norm_before_fc=shape.norm_before_fc,
         fc_norm=shape.fc_norm,
         norm_output=shape.norm_output,
+        mask_token=getattr(shape, "mask_token_id", None),
     )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from drafter_tools import Options
+from drafter_tools import Options, shape_of
 from safetensors.torch import load_file, save_file
 from small_targets import capture
 from tiny import VOCAB_SIZE, tiny_target, tiny_tokenizer
@@ -26,9 +26,10 @@ from spectrain.data.hidden_states import TargetStates
 from spectrain.data.packing import pack_batch
 from spectrain.data.vocab import DraftVocab, full_vocab
 from spectrain.decoding.loop import DecodingSettings, GenerationResult, Prompt, speculative_generate
-from spectrain.drafters.autoregressive.eagle3 import Eagle3, Eagle3Shape
+from spectrain.drafters.autoregressive.eagle3 import Eagle3
 from spectrain.drafters.drafter_folder import save_drafter
 from spectrain.drafters.layers import LayerShape
+from spectrain.drafters.registry import find_method
 from spectrain.engines.vllm.args import engine_args
 from spectrain.engines.vllm.process import completion_of
 from spectrain.engines.vllm.requests import Completion, ReportedRound, placed_rounds
@@ -107,24 +108,16 @@ class Family:
 
 
 def train(family: Family, options: Options, steps: int = 35) -> Eagle3:
-    """A drafter that has seen the answers often enough to draft much of them, not all."""
+    """An EAGLE-3 or P-EAGLE drafter that has seen the answers often enough to draft much of them, not all."""
     counts = Counter(token for answer in family.plain for token in answer.ids)
     kept = sorted(token for token, _ in counts.most_common(100))
     vocab = DraftVocab(torch.tensor(kept), VOCAB_SIZE, 0.5) if options.reduced else full_vocab(VOCAB_SIZE)
-    shape = Eagle3Shape(
-        layer=LayerShape(
-            options.layer_type, 64, 96, 2, 1, 32, 1e-6, {"rope_type": "default", "rope_theta": 100.0}, 512
-        ),
-        num_layers=options.num_layers,
-        taps=options.taps,
-        target_vocab_size=VOCAB_SIZE,
-        draft_vocab_size=len(vocab.ids_D),
-        norm_before_residual=options.norm_before_residual,
-        norm_before_fc=options.norm_before_fc,
-        fc_norm=options.fc_norm,
-        norm_output=options.norm_output,
-    )
-    drafter = Eagle3(shape, vocab, DrafterConfig(autoregressive=AutoregressiveConfig(ttt_steps=DRAFTS)))
+    rope = {"rope_type": "default", "rope_theta": 100.0}
+    layer = LayerShape(options.layer_type, 64, 96, 2, 1, 32, 1e-6, rope, 512)
+    shape = shape_of(options, layer, VOCAB_SIZE, len(vocab.ids_D))
+    config = DrafterConfig(options.method, autoregressive=AutoregressiveConfig(ttt_steps=DRAFTS))
+    drafter = find_method(options.method).build(shape, vocab, config)
+    assert isinstance(drafter, Eagle3)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for _, parameter in sorted(drafter.named_parameters()):
@@ -162,9 +155,11 @@ def mutated(folder: Path, into: Path, change: Callable[[dict[str, Any], dict[str
     return into
 
 
-def job(name: str, family: Family, folder: Path) -> dict[str, Any]:
-    """One engine of ``parity_rounds.py``."""
-    speculation = {"model": str(folder), "method": "eagle3", "num_speculative_tokens": DRAFTS}
+def job(name: str, family: Family, folder: Path, **speculation: Any) -> dict[str, Any]:
+    """One engine of ``parity_rounds.py``. ``speculation``: what it is told of the drafter beside its folder; by default
+    as EAGLE-3.
+    """
+    speculation = {"method": "eagle3"} | speculation | {"model": str(folder), "num_speculative_tokens": DRAFTS}
     extra = {"speculative_config": speculation, "per_request_spec_decode_metrics": "detailed"}
     extra |= {"skip_tokenizer_init": True, "async_scheduling": False, "disable_log_stats": False}
     request = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "seed": None, "states": None, "max_tokens": ANSWER}

@@ -56,7 +56,7 @@ class HeadReference:
 
 @dataclass(frozen=True)
 class Eagle3Reference:
-    """EAGLE-3 from its checkpoint: tensors by their names there, and the switches of its config.json."""
+    """EAGLE-3 and P-EAGLE from their checkpoints: tensors by their names there, and the switches of config.json."""
 
     tensors: dict[str, Tensor]
     head: HeadReference
@@ -73,6 +73,7 @@ class Eagle3Reference:
     norm_before_fc: bool
     fc_norm: bool
     norm_output: bool
+    mask_token: int | None = None  # P-EAGLE: what a draft takes in behind its first column, with ``mask_hidden``
 
     def norm(self, name: str, x: Tensor) -> Tensor:
         return rms_norm(x, self.tensors[f"{name}.weight"], self.eps)
@@ -146,7 +147,8 @@ class Eagle3Reference:
     def chain(self, text: list[int], taps_SAH: Tensor, steps: int, drafts: list[int] | None = None) -> DraftChain:
         """Draft ``steps`` tokens behind ``text``, of which the last token is the anchor and has no taps yet.
 
-        ``drafts``: tokens that are fed back instead of the drafter's own argmax (teacher forcing).
+        ``drafts``: tokens that are fed back instead of the drafter's own argmax (teacher forcing). P-EAGLE is fed
+        neither token nor output.
         """
         features = [self.feature(taps_AH) for taps_AH in taps_SAH[: len(text) - 1]]
         tokens, chain = list(text[1:]), DraftChain()
@@ -157,6 +159,10 @@ class Eagle3Reference:
             chain.normed.append(normed)
             chain.logits.append(logits)
             chain.tokens.append(self.draft_ids[int(logits.argmax())])
+            if self.mask_token is not None:
+                features.append(self.feature(self.tensors["mask_hidden"].view(self.num_taps, -1)))
+                tokens.append(self.mask_token)
+                continue
             features.append(normed if self.norm_output else output)
             tokens.append(chain.tokens[-1] if drafts is None or step >= len(drafts) else drafts[step])
         return chain

@@ -40,10 +40,14 @@ class LossConfig(Section, name="drafter.loss"):
 
 @dataclass(frozen=True)
 class AutoregressiveConfig(Section, name="drafter.autoregressive"):
-    """What all autoregressive drafters have (eagle3)."""
+    """What all autoregressive drafters have (eagle3, peagle)."""
 
     ttt_steps: int = key(
-        3, "training-time-test steps: how many draft steps are unrolled in training", at_least=1, at_most=64
+        3,
+        "training-time-test steps: how many draft steps are unrolled in training; of peagle, positions that it drafts "
+        "in one pass",
+        at_least=1,
+        at_most=64,
     )
     step_decay: float = key(0.8, "weight of step k in the loss is step_decay ** k", above=0, at_most=1)
 
@@ -56,6 +60,20 @@ class Eagle3Config(Section, name="drafter.eagle3"):
     norm_before_fc: bool = key(False, "one norm over the concatenated taps, before fc")
     fc_norm: bool = key(False, "one norm per tap, before fc")
     norm_output: bool = key(False, "the next step is fed the normed output instead of the residual stream")
+
+
+@dataclass(frozen=True)
+class PEagleConfig(Section, name="drafter.peagle"):
+    """What only P-EAGLE has."""
+
+    mask_token_id: int | None = key(
+        None,
+        "token that stands in slots whose token is not known yet; null: one that the training text never uses",
+        at_least=0,
+        at_most=_VOCABULARY,
+    )
+    norm_before_residual: bool = key(False, "the residual stream starts from the normed feature")
+    norm_before_fc: bool = key(False, "one norm over the concatenated taps, before fc")
 
 
 @dataclass(frozen=True)
@@ -132,7 +150,7 @@ class DrafterConfig(Section, name="drafter"):
     """A drafter (group ``drafter``)."""
 
     method: str = key(
-        "eagle3", "kind of drafter: eagle3, dflash, dspark, dflash2, or one that drafter.module registers"
+        "eagle3", "kind of drafter: eagle3, peagle, dflash, dspark, dflash2, or one that drafter.module registers"
     )
     module: str | None = key(
         None,
@@ -151,7 +169,7 @@ class DrafterConfig(Section, name="drafter"):
     taps: tuple[int, ...] | None = key(
         None,
         "auxiliary hidden-state layers: the residual stream after so many layers of the target, which the drafter "
-        "reads; null: the kind's default (eagle3: 2, N//2, N-3; block drafters: five, evenly spread)",
+        "reads; null: the kind's default (eagle3, peagle: 2, N//2, N-3; block drafters: five, evenly spread)",
         at_least=0,
         at_most=10_000,
     )
@@ -185,6 +203,7 @@ class DrafterConfig(Section, name="drafter"):
     loss: LossConfig = key(make=LossConfig)
     autoregressive: AutoregressiveConfig = key(make=AutoregressiveConfig)
     eagle3: Eagle3Config = key(make=Eagle3Config)
+    peagle: PEagleConfig = key(make=PEagleConfig)
     block: BlockConfig = key(make=BlockConfig)
     dspark: DSparkConfig = key(make=DSparkConfig)
     dflash2: DFlash2Config = key(make=DFlash2Config)

@@ -9,6 +9,12 @@ from typing import Any, Literal
 from spectrain.config.keys import FILE_NAME_BYTES, Section, key, refuse_dash, require, split_revision
 
 _DEVICES = re.compile(r"auto|cpu|cuda(:\d+)?")
+# What apply_chat_template is told of the rendering itself.
+_RENDERING = (
+    *("messages", "conversation", "tools", "documents", "chat_template", "tokenize", "add_generation_prompt"),
+    *("continue_final_message", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
+    *("return_assistant_tokens_mask", "tokenizer_kwargs"),
+)
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,11 @@ class TargetConfig(Section, name="target"):
     attn_implementation: Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] = key(
         "sdpa", "attention kernel of the target in transformers"
     )
+    template_kwargs: dict[str, Any] = key(
+        make=dict,
+        help="variables that the chat template reads, in every rendering, and that serve gives vLLM as its default",
+        example="{enable_thinking: false}",
+    )
     trust_remote_code: bool = key(False, "run Python code that comes with the target's checkpoint")
     max_length: int = key(
         2048,
@@ -58,5 +69,10 @@ class TargetConfig(Section, name="target"):
         require(
             _DEVICES.fullmatch(self.device), f"target.device={self.device} is unknown: use auto, cpu, cuda or cuda:0"
         )
+        for name in self.template_kwargs:
+            require(
+                name not in _RENDERING,
+                f"target.template_kwargs.{name} is not the template's: it says what is rendered, leave it out",
+            )
         for name in ("name", "path", "revision"):
             refuse_dash(f"target.{name}", getattr(self, name))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import resource
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -72,17 +72,23 @@ class RejectedError(Exception):
 
 
 def render_template(
-    tokenizer: Any, messages: Sequence[tuple[str, str]], tools: list[Any] | None, generation_prompt: bool, parts: bool
+    tokenizer: Any,
+    messages: Sequence[tuple[str, str]],
+    tools: list[Any] | None,
+    generation_prompt: bool,
+    parts: bool,
+    variables: Mapping[str, Any],
 ) -> str:
     """The text of messages (role, text) by the target's own chat template. Raises RejectedError, and OutOfTimeError.
 
-    parts: it is shown each text as a list of one part, as templates of targets that see images want it.
+    parts: it is shown each text as a list of one part, as templates of targets that see images want it. variables:
+    others that it reads (``target.template_kwargs``).
     """
     shown = [{"role": role, "content": [{"type": "text", "text": text}] if parts else text} for role, text in messages]
     try:
         with bounded(RENDER_S, _RENDER_BYTES):
             rendered = tokenizer.apply_chat_template(
-                shown, tools=tools, tokenize=False, add_generation_prompt=generation_prompt
+                shown, tools=tools, tokenize=False, add_generation_prompt=generation_prompt, **variables
             )
     except jinja2.TemplateError as error:  # in its own words
         raise RejectedError(str(error)) from error

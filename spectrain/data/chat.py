@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -65,21 +65,31 @@ class ChatTemplate:
     Raises InputError if the tokenizer has no template.
     """
 
-    def __init__(self, tokenizer: Any, end_ids: Iterable[int] | None = None, vocab_size: int | None = None) -> None:
-        """``vocab_size``: rows of the target's embedding."""
+    def __init__(
+        self,
+        tokenizer: Any,
+        end_ids: Iterable[int] | None = None,
+        vocab_size: int | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> None:
+        """``vocab_size``: rows of the target's embedding. ``variables``: what the template reads beside the
+        conversation, such as ``enable_thinking``.
+        """
         if not getattr(tokenizer, "chat_template", None):
             raise InputError(
                 "the target's tokenizer has no chat template: use an instruction-tuned target, or add "
                 "chat_template.jinja"
             )
         self.tokenizer = tokenizer
+        self.variables = dict(variables or {})
         self._vocab_size = vocab_size
         self._given_end_ids = frozenset(end_token_ids(tokenizer, None) if end_ids is None else end_ids)
 
     @cached_property
     def digest(self) -> str:
-        """Sha256, in hex, of the template and the special tokens it may refer to."""
+        """Sha256, in hex, of the template, the special tokens it may refer to, and its variables if there are any."""
         parts = [self.tokenizer.chat_template, self.tokenizer.special_tokens_map]
+        parts += [self.variables] if self.variables else []
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
     def first_prompt_ids(self, conversation: Conversation) -> list[int]:
@@ -227,7 +237,8 @@ class ChatTemplate:
                 messages.append(("assistant", answers[index]))
         tools = None if conversation.tools is None else list(conversation.tools)
         try:
-            return render_template(self.tokenizer, messages, tools, len(turns) > len(answers), self._takes_parts)
+            to_answer = len(turns) > len(answers)
+            return render_template(self.tokenizer, messages, tools, to_answer, self._takes_parts, self.variables)
         except OutOfTimeError as error:
             raise InputError(
                 f"{conversation.where}: the target's chat template did not end within {RENDER_S:g} s: correct the "
@@ -240,7 +251,7 @@ class ChatTemplate:
         targets that see images walk over the parts, and some show nothing of a plain text.
         """
         try:
-            rendered = render_template(self.tokenizer, [("user", _MARK)], None, True, parts=True)
+            rendered = render_template(self.tokenizer, [("user", _MARK)], None, True, True, self.variables)
         except (RejectedError, OutOfTimeError):
             return False
         return _MARK in rendered and "'text'" not in rendered  # the list itself would be written with its names

@@ -114,10 +114,19 @@ class Response:
             raise ValueError(f"split {self.split!r} is not one of {SPLITS}")
 
 
-def response_key(conversation: Conversation, sampling: Sampling, target_id: str, target_revision_digest: str) -> str:
-    """Sha256 of all that decides a response. Imported answers count; sampling does not decide those."""
+def response_key(
+    conversation: Conversation,
+    sampling: Sampling,
+    target_id: str,
+    target_revision_digest: str,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> str:
+    """Sha256 of all that decides a response. Imported answers count; sampling does not decide those. Variables of the
+    chat template count where there are any, so that what was answered without them stays.
+    """
     how = asdict(sampling) if conversation.answers is None else {"answers": conversation.answers}
-    return digest_json([conversation.prompt_digest(), how, target_id, target_revision_digest])
+    parts = [conversation.prompt_digest(), how, target_id, target_revision_digest]
+    return digest_json([*parts, dict(sorted(template_kwargs.items()))] if template_kwargs else parts)
 
 
 def document_key(key: str, first_turn: int) -> str:

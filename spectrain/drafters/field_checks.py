@@ -45,3 +45,9 @@ def check_sizes(shape: DrafterShape, num_layers: int) -> None:
     taps = [whole(tap, "a layer that is read", least=0) for tap in shape.taps]
     if not taps or taps != sorted(set(taps)):
         raise ValueError(f"the layers that are read are {taps}, there must be some, and they must ascend")
+
+
+def check_token(value: Any, name: str, vocab_size: int) -> None:
+    """A token of the target's vocabulary."""
+    if whole(value, name, least=0) >= vocab_size:
+        raise ValueError(f"{name} is {value}, outside the target's vocabulary of {vocab_size}")

@@ -24,7 +24,7 @@ batch, A taps.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -286,20 +286,27 @@ class HFEngine:
     (``target.max_length``).
     """
 
-    def __init__(self, target: TargetModel, resolved: ResolvedTarget, config: EngineConfig, max_length: int) -> None:
+    def __init__(
+        self,
+        target: TargetModel,
+        resolved: ResolvedTarget,
+        config: EngineConfig,
+        max_length: int,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
         self.target = target
         self.resolved = resolved
         self.config = config
         self.max_length = max_length
         self.end_ids = end_token_ids(target.tokenizer, target.generation_config)
-        self.template = ChatTemplate(target.tokenizer, self.end_ids, target.spec.vocab_size)
+        self.template = ChatTemplate(target.tokenizer, self.end_ids, target.spec.vocab_size, template_kwargs)
 
     @property
     def stored_together(self) -> int:
         return _GROUP_BATCHES * self.config.batch_size
 
     def response_key(self, conversation: Conversation, sampling: Sampling) -> str:
-        return response_key(conversation, sampling, self.resolved.id, self.resolved.revision)
+        return response_key(conversation, sampling, self.resolved.id, self.resolved.revision, self.template.variables)
 
     def generate(
         self,

@@ -14,12 +14,14 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from spectrain.decoding.acceptance import Round
+from spectrain.drafters.autoregressive.autoregressive_drafter import DraftSteps
 from spectrain.drafters.drafter import Drafter
 from spectrain.drafters.layers import Rotary
 from spectrain.evaluation.parity import DecodedPrompt, ParityReport
@@ -116,6 +118,7 @@ def misreadings(drafter: Drafter, num_layers: int) -> list[Misreading]:
         *_switch_misreadings(drafter),
         *_rope_misreadings(drafter),
         *_block_misreadings(drafter),
+        *_parallel_misreadings(drafter),
     ]
 
 
@@ -204,6 +207,18 @@ def _block_misreadings(drafter: Drafter) -> Iterator[Misreading]:
     if getattr(shape, "sliding_window", None) is not None:
         changed = dataclasses.replace(shape, sliding_window=None)
         yield Misreading("attention: the sliding window is not applied", changes=((body, "shape", changed),))
+
+
+def _parallel_misreadings(drafter: Drafter) -> Iterator[Misreading]:
+    """Mask slots behind a column, where vLLM knows step-by-step drafting as well."""
+    body: Any = getattr(drafter, "body", None)
+    rotary = getattr(drafter, "rotary", None)
+    if not isinstance(rotary, Rotary) or not hasattr(body, "mask_hidden"):
+        return
+    steps = partial(DraftSteps, body, rotary, drafter.head)
+    yield Misreading(
+        "mask slots: it drafts step by step, without parallel_drafting", changes=((drafter, "draft_steps", steps),)
+    )
 
 
 def _reproduced(

@@ -57,7 +57,8 @@ class Conditions:
     drafter: folder or Hub id, ``None`` for methods without one. num_speculative_tokens: the most drafts of a round, 0
     without speculation. top_p = 1 and top_k = 0 are off. concurrency: conversations decoded together. draft_policy:
     which drafts of a round are verified (fixed: all, threshold, scheduler), draft_threshold: the threshold of that
-    policy.
+    policy. thinking: whether the chat template was told to let the target think; template_kwargs: all that it was told,
+    as JSON.
     """
 
     target: str
@@ -74,6 +75,7 @@ class Conditions:
     proposal_policy: str
     concurrency: int
     thinking: bool = False
+    template_kwargs: str = "{}"
     max_new_tokens: int | None = None
     draft_policy: str = "fixed"
     draft_threshold: float | None = None

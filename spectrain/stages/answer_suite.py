@@ -7,6 +7,7 @@ among its conversations.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ from spectrain.target.head import TargetHead
 from spectrain.training.simulated_acceptance import simulate_heldout
 
 _WARM_UP_TOKENS = 8
+_THINKING = ("enable_thinking", "thinking")  # what templates call it
 
 
 class Decode(Protocol):
@@ -94,6 +96,8 @@ def conditions(context: Context, method: Method, size: int, engine_version: str)
         top_k=config.decoding.top_k,
         proposal_policy=config.decoding.proposal_policy,
         concurrency=size,
+        thinking=any(bool(config.target.template_kwargs.get(name)) for name in _THINKING),
+        template_kwargs=json.dumps(config.target.template_kwargs, sort_keys=True),
         max_new_tokens=max_new_tokens(context),
         draft_policy=method.policy,
         draft_threshold=config.decoding.threshold if method.policy == THRESHOLD else None,
@@ -135,7 +139,9 @@ def simulate_same_prompts(
     ) != config.sampling.max_new_tokens:
         return None
     keys = [
-        response_key(conversation, context.sampling, context.target.id, context.target.revision)
+        response_key(
+            conversation, context.sampling, context.target.id, context.target.revision, config.target.template_kwargs
+        )
         for conversation in conversations
     ]
     found = capture.open_store(context, drafter.taps, keys)

@@ -120,7 +120,8 @@ class Context:
         if self.config.engine.name != "hf":
             length = self.config.target.max_length
             return VLLMEngine(self.target, self.template, self.eos_ids, length, self.open_vllm, self.capturing)
-        return HFEngine(self.model, self.target, self.config.engine, self.config.target.max_length)
+        settings = self.config.target
+        return HFEngine(self.model, self.target, self.config.engine, settings.max_length, settings.template_kwargs)
 
     @cached_property
     def capturing(self) -> VLLMCapture:
@@ -155,7 +156,8 @@ class Context:
 
     @cached_property
     def template(self) -> ChatTemplate:
-        return ChatTemplate(self.tokenizer, self.eos_ids, self.spec_or_none.vocab_size if self.spec_or_none else None)
+        size = self.spec_or_none.vocab_size if self.spec_or_none else None
+        return ChatTemplate(self.tokenizer, self.eos_ids, size, self.config.target.template_kwargs)
 
     @cached_property
     def sampling(self) -> Sampling:
@@ -168,7 +170,9 @@ class Context:
         """
         parts = (("train", self.prompts.train), ("heldout", self.prompts.heldout))
         return {
-            response_key(conversation, self.sampling, self.target.id, self.target.revision): split
+            response_key(
+                conversation, self.sampling, self.target.id, self.target.revision, self.config.target.template_kwargs
+            ): split
             for split, conversations in parts
             for conversation in conversations
         }
@@ -232,6 +236,7 @@ class Context:
             "target.max_length": self.config.target.max_length,
             # Named only where there is one, so that everything else that was made remains valid.
             **({} if quantization is None else {"engine.quantization": quantization}),
+            **{f"target.template_kwargs.{name}": value for name, value in self.config.target.template_kwargs.items()},
         }
 
     def target_record(self) -> dict[str, str]:

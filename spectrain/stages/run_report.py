@@ -151,6 +151,8 @@ def _drafter_facts(context: Context) -> list[Fact]:
 def _data_facts(context: Context) -> list[Fact]:
     generated, captured = context.data_dir.outputs("generate"), context.data_dir.outputs("capture")
     facts: list[Fact] = [("target", f"{context.target.id} at {context.target.revision[:16]}")]
+    if context.config.target.template_kwargs:
+        facts.append(("chat template", f"with {json.dumps(context.config.target.template_kwargs)}"))
     if context.prompts_or_none is not None:
         facts.append(
             ("prompts", f"{len(context.prompts.train):,} training, {len(context.prompts.heldout):,} held out, disjoint")

@@ -10,6 +10,7 @@ drafter, its method, how many tokens to draft, and the engine's settings.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shlex
@@ -192,7 +193,15 @@ def serve_command(config: SpectrainConfig, given: Sequence[str], flags: Sequence
     )
     vllm_options.check_args(args)
     named = {*config.engine.args, *(() if length is None else ("max_model_len",))}
-    return ServeCommand([*_server(target), *vllm_options.cli_flags(_kept(args, named)), *flags], _environment(config))
+    ours = [*vllm_options.cli_flags(_kept(args, named)), *_template_flags(target_config)]
+    return ServeCommand([*_server(target), *ours, *flags], _environment(config))
+
+
+def _template_flags(target: TargetConfig) -> list[str]:
+    """What chat requests are rendered with that say nothing else, as the drafter was trained."""
+    if not target.template_kwargs:
+        return []
+    return ["--default-chat-template-kwargs", json.dumps(target.template_kwargs)]
 
 
 def _server(target: str) -> list[str]:

@@ -85,8 +85,8 @@ def smoke_config(
     config: SpectrainConfig, command: Command, dry_run: bool = False, given: Set[str] = frozenset()
 ) -> SpectrainConfig:
     """``config`` on a tiny checkpoint, which is written into the run directory unless ``command`` only looks, as in a
-    dry run. ``given``: keys that the command line set, which stay. Raises ConfigError for a target whose architecture is
-    not known here, InputError for one that there is no tiny checkpoint of.
+    dry run. ``given``: keys that the command line set, which stay. Raises ConfigError for a target whose architecture
+    is not known here, InputError for one that there is no tiny checkpoint of.
     """
     from spectrain.target.tiny_targets import config_like
 

@@ -20,6 +20,7 @@ from spectrain.config.drafter_schema import (
     DSparkConfig,
     Eagle3Config,
     LossConfig,
+    PEagleConfig,
 )
 from spectrain.data.packing import pack_batch
 from spectrain.data.vocab import build_vocab
@@ -63,6 +64,10 @@ def test_the_target_speaks_in_periods(target: tuple[TargetModel, Path]) -> None:
                 "eagle3": Eagle3Config(norm_output=True),
             },
             {"optimizer": "muon", "learning_rate": 3e-3, "muon_learning_rate": 3e-3},
+        ),
+        (
+            {"method": "peagle", "num_layers": 2, "peagle": PEagleConfig(mask_token_id=2)},
+            {"learning_rate": 3e-3},
         ),
         (
             {
@@ -118,6 +123,7 @@ def test_the_target_speaks_in_periods(target: tuple[TargetModel, Path]) -> None:
     ids=[
         "llama, full vocabulary, adamw, from nothing",
         "qwen3, reduced vocabulary, muon, closed-form initialisation",
+        "peagle, closed-form initialisation",
         "dflash",
         "dspark",
         "dspark, gated",

@@ -45,15 +45,20 @@ class Setting:
     head: TargetHead
 
 
-@pytest.fixture(scope="module", params=[None, 15], ids=["full vocabulary", "reduced vocabulary"])
+# Method and draft vocabulary.
+DRAFTERS = {"full vocabulary": ("eagle3", None), "reduced vocabulary": ("eagle3", 15), "P-EAGLE": ("peagle", 15)}
+
+
+@pytest.fixture(scope="module", params=list(DRAFTERS.values()), ids=list(DRAFTERS))
 def setting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Setting:
     folder: Path = tmp_path_factory.mktemp("target")
     target = random_target(folder, VOCAB)
     head = TargetHead.from_checkpoint(folder, dtype=torch.float64)
     texts = random_prompts(VOCAB, 60, seed=1)
     documents = captured(TAPS, target, texts, plain_answers(EOS, target, texts, 16, HOT))
-    vocab = build_vocab(((d.input_ids.numpy(), d.loss_mask.numpy()) for d in documents), request.param, VOCAB)
-    config = DrafterConfig(taps=TAPS, draft_vocab_size=request.param, loss=LossConfig(weights={"kl": 1.0}))
+    method, kept = request.param
+    vocab = build_vocab(((d.input_ids.numpy(), d.loss_mask.numpy()) for d in documents), kept, VOCAB)
+    config = DrafterConfig(method, taps=TAPS, draft_vocab_size=kept, loss=LossConfig(weights={"kl": 1.0}))
     drafter = build_drafter(config, target.spec, vocab, head, folder).double()
     drafter.attach(head)
     store = MemoryStore([as_dtype(d, torch.float64) for d in documents])

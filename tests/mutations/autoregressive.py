@@ -49,8 +49,8 @@ MUTATIONS = (
     Mutation(
         "a later step sits one position too far (training)",
         AUTOREGRESSIVE + "unroll.py",
-        "batch.position_ids_T[query_M] + step)",
-        "batch.position_ids_T[query_M] + step + 1)",
+        "position_M = batch.position_ids_T[query_M] + step",
+        "position_M = batch.position_ids_T[query_M] + step + 1",
         (UNROLL,),
     ),
     Mutation(
@@ -60,6 +60,43 @@ MUTATIONS = (
         "cos_sin = rotary.cos_sin(torch.minimum(slots_BT, cache.columns_B[:, None]) if slots_BT.shape[1] == 1 else "
         "slots_BT)",
         (DECODE,),
+    ),
+    Mutation(
+        "P-EAGLE: mask slots hold the last feature (training)",
+        AUTOREGRESSIVE + "peagle.py",
+        "        stream, embedding_H = self._mask_input()\n",
+        "        stream, embedding_H = self._mask_input()\n"
+        "        stream = body.fuse(batch.taps_TAH)[query_M]\n"
+        "        embedding_H = embedding_H.expand_as(stream)\n",
+        (UNROLL,),
+    ),
+    Mutation(
+        "P-EAGLE: mask slots hold the last feature (drafting)",
+        AUTOREGRESSIVE + "peagle.py",
+        "body.mask_feature().to(cache.pending_BH).expand(rows, masks, -1)",
+        "cache.pending_BH[:, None].expand(rows, masks, -1)",
+        (DECODE,),
+    ),
+    Mutation(
+        "P-EAGLE: mask slots sit one position too far (training)",
+        AUTOREGRESSIVE + "peagle.py",
+        "torch.arange(1, len(columns.valid_KM), device=query_M.device)[:, None]",
+        "torch.arange(1, len(columns.valid_KM), device=query_M.device)[:, None] + 1",
+        (UNROLL,),
+    ),
+    Mutation(
+        "P-EAGLE: slot 0 holds the mask token (drafting)",
+        AUTOREGRESSIVE + "peagle.py",
+        "[anchor_B[:, None], anchor_B.new_full(",
+        "[anchor_B.new_full((rows, 1), drafter.shape.mask_token_id), anchor_B.new_full(",
+        (DECODE,),
+    ),
+    Mutation(
+        "P-EAGLE: a mask slot does not see those before it (training)",
+        AUTOREGRESSIVE + "peagle.py",
+        "k_J[: j + 1], v_J[: j + 1]",
+        "k_J[j : j + 1], v_J[j : j + 1]",
+        (UNROLL,),
     ),
     Mutation(
         "students brought to the wrong teacher",
@@ -99,7 +136,7 @@ MUTATIONS = (
     Mutation(
         "embeddings scaled as in the target's own stream",
         AUTOREGRESSIVE + "unroll.py",
-        "embedding_TH = head.embed_rows(next_T)",
+        "embedding_TH = token_embedding(body, head, next_T, batch.position_ids_T)",
         "embedding_TH = head.embed(next_T)",
         (UNROLL,),
     ),

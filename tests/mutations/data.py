@@ -276,4 +276,18 @@ MUTATIONS = (
         "kept = train",
         ("tests/unit/test_prompt_screening.py",),
     ),
+    Mutation(
+        "a server's prompts are rendered without the template's variables",
+        DATA + "bounded.py",
+        "add_generation_prompt=generation_prompt, **variables",
+        "add_generation_prompt=generation_prompt",
+        ("tests/unit/test_chat.py",),
+    ),
+    Mutation(
+        "answers under other variables of the template are taken for the same",
+        DATA + "responses.py",
+        "return digest_json([*parts, dict(sorted(template_kwargs.items()))] if template_kwargs else parts)",
+        "return digest_json(parts)",
+        ("tests/unit/test_responses.py",),
+    ),
 )

@@ -351,6 +351,30 @@ def test_tools_reach_the_template() -> None:
     )
 
 
+THINKING = (  # as Qwen3: told not to think, the answer begins behind an empty block
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+
+
+def test_variables_reach_the_template_in_every_rendering() -> None:
+    tokenizer = make_tokenizer("chatml")
+    tokenizer.chat_template = THINKING
+    asked = Conversation(id="c", turns=("a", "b"))
+    plain, silent = ChatTemplate(tokenizer), ChatTemplate(tokenizer, variables={"enable_thinking": False})
+    block = "<think>\n\n</think>\n\n"
+    assert tokenizer.decode(silent.first_prompt_ids(asked)) == tokenizer.decode(plain.first_prompt_ids(asked)) + block
+    so_far = [*silent.first_prompt_ids(asked), *encode(silent, "4.<|im_end|>")]
+    following = silent.next_prompt(asked, ["4."], so_far)
+    # The server does not show the empty block of an earlier turn: the further turn is a document of its own.
+    assert not following.continues and tokenizer.decode(following.ids).endswith(
+        "b<|im_end|>\n<|im_start|>assistant\n" + block
+    )
+    assert len({plain.digest, silent.digest, ChatTemplate(tokenizer, variables={"enable_thinking": True}).digest}) == 3
+    assert ChatTemplate(tokenizer, variables={}).digest == plain.digest
+
+
 def test_tokenizer_without_template() -> None:
     tokenizer = make_tokenizer("chatml")
     tokenizer.chat_template = None

@@ -66,7 +66,7 @@ def agreement(model: Eagle3, head: TargetHead, batch: PackedBatch) -> list[float
     """Mean cosine between the drafter's state after each step and the target's state there."""
     columns = Columns.build(batch, 3)
     with torch.no_grad():
-        hidden_KMH = unroll(model.body, model.rotary, head, batch, columns, "eager")
+        hidden_KMH = unroll(model.body, model.rotary, head, model.body.fuse(batch.taps_TAH), batch, columns, "eager")
     result = []
     for step, valid_M in enumerate(columns.valid_KM):
         truth = batch.last_hidden_TH[columns.query_M[valid_M] + 1 + step]

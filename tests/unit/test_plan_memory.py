@@ -106,6 +106,7 @@ def size_of(drafter: torch.nn.Module, layers: int) -> DrafterSize:
         ("drafter=eagle3",),
         ("drafter=eagle3", "drafter.num_layers=2", "drafter.layer_type=llama"),
         ("drafter=eagle3", "drafter.autoregressive.ttt_steps=6"),
+        ("drafter=peagle", "drafter.num_layers=2"),
         ("drafter=dflash", "drafter.num_layers=1", *BLOCK),
         ("drafter=dflash", "drafter.num_layers=3", "drafter.attention=sdpa", *BLOCK),
         ("drafter=dspark", "drafter.num_layers=2", *BLOCK),

@@ -38,6 +38,7 @@ QWEN3_8B: dict[str, Any] = {
     "vocab_size": 151936,
 }
 BLOCK = ["dflash_quickstart", "dspark_quickstart"]
+STEPS = ["quickstart", "peagle_quickstart"]
 QWEN3 = ["dflash_qwen3", "dspark_qwen3", "dflash2_qwen3"]
 
 
@@ -71,13 +72,13 @@ def dry_run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def test_all_recipes_are_known() -> None:
-    assert {*group_options("recipe")} >= {"quickstart", *BLOCK, *QWEN3}
+    assert {*group_options("recipe")} >= {*STEPS, *BLOCK, *QWEN3}
 
 
 # --- on the CPU target ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", ["quickstart", *BLOCK])
+@pytest.mark.parametrize("recipe", [*STEPS, *BLOCK])
 def test_quickstarts_plan_from_the_installed_package(
     recipe: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,7 +91,7 @@ def test_quickstarts_plan_from_the_installed_package(
     for text in ("B of hidden states", "memory target", "M trained parameters", "in all"):
         assert text in out
     fewer = dry_run(capsys, f"recipe={recipe}", "decoding.num_speculative_tokens=2")
-    blocks = "" if method == "eagle3" else " of the 3 that it can give"
+    blocks = "" if recipe in STEPS else " of the 3 that it can give"
     assert f"drafts 2 tokens a round{blocks}, judged at temperature 0" in fewer
 
 

@@ -118,6 +118,8 @@ def test_key_changes_with_all_that_decides_a_response_and_nothing_else() -> None
         response_key(dataclasses.replace(base, system=None), SAMPLING, "target", "revision"),
         response_key(base, SAMPLING, "other", "revision"),
         response_key(base, SAMPLING, "target", "other"),
+        response_key(base, SAMPLING, "target", "revision", {"enable_thinking": False}),
+        response_key(base, SAMPLING, "target", "revision", {"enable_thinking": True}),
         *(
             response_key(base, dataclasses.replace(SAMPLING, **{name: value}), "target", "revision")
             for name, value in {"temperature": 0.5, "top_p": 0.5, "top_k": 5, "max_new_tokens": 5, "seed": 5}.items()

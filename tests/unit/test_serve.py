@@ -446,6 +446,16 @@ def test_requests_are_finished_where_vllm_is_told_to(drafter, args, flags, expec
     assert stage._shutdown_s(config, flags) == expected
 
 
+def test_chat_requests_are_rendered_as_the_drafter_was_trained(drafter, target):
+    plain, told = (
+        command(f"drafter.path={drafter}", *more) for more in ((), ("target.template_kwargs={enable_thinking: false}",))
+    )
+    assert [word for word in told if word not in plain] == [
+        "--default-chat-template-kwargs",
+        '{"enable_thinking": false}',
+    ]
+
+
 def test_options_of_serve_are_no_options_of_others():
     assert cli.parse(["serve", "run.dir=x", "--print", "--", "--print", "-m"]).flags == ("--print", "-m")
     for arguments in (["fit", "--print"], ["fit", "--", "--port"]):

@@ -17,6 +17,7 @@ from parity_tools import DRAFTS, Family, decoded_by_vllm, job, mutated, save, tr
 from rounds_process import RoundsProcess
 
 from spectrain.drafters.autoregressive.eagle3 import Eagle3
+from spectrain.drafters.registry import find_method
 from spectrain.evaluation.diagnosis import diagnose
 from spectrain.evaluation.parity import DecodedPrompt, ParityReport, compare
 
@@ -33,8 +34,10 @@ CASES = [
         "qwen3",
         Options("qwen3", (1, 3, 5), 2, True, norm_before_residual=True, norm_before_fc=True, fc_norm=True),
     ),
+    ("llama", Options(taps=(1, 4, 6), mask_token=2)),
+    ("qwen3", Options("qwen3", (0, 7), 2, True, norm_before_residual=True, norm_before_fc=True, mask_token=299)),
 ]
-BASE = CASES[0]
+BASE, PARALLEL = 0, 7  # of these, what is read wrongly
 Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], None]
 
 
@@ -70,6 +73,8 @@ MUTATIONS: dict[str, tuple[Change, str]] = {
     "post-norm": (flipped("norm_output"), "norm: norm_output is read as true, the normed output is fed back"),
     "theta": (other_theta, "rope: theta is 1e+06 instead of 100"),
 }
+# P-EAGLE, where vLLM is not told that it drafts in one pass.
+STEP_BY_STEP = "mask slots: it drafts step by step, without parallel_drafting"
 
 
 @dataclass
@@ -95,12 +100,14 @@ def bench(tmp_path_factory: pytest.TempPathFactory, rounds_process: RoundsProces
     drafters, jobs = [], []
     for number, (name, options) in enumerate(CASES):
         drafters.append(train(families[name], options))
+        path = save(families[name], drafters[-1], folder / f"drafter-{number}")
         jobs.append(
-            job(f"case {number}", families[name], save(families[name], drafters[-1], folder / f"drafter-{number}"))
+            job(f"case {number}", families[name], path, **(find_method(options.method).speculative_config or {}))
         )
-    family = families[BASE[0]]
     for name, (change, _) in MUTATIONS.items():
-        jobs.append(job(name, family, mutated(folder / "drafter-0", folder / name, change)))
+        path = mutated(folder / f"drafter-{BASE}", folder / name, change)
+        jobs.append(job(name, families[CASES[BASE][0]], path))
+    jobs.append(job("step by step", families[CASES[PARALLEL][0]], folder / f"drafter-{PARALLEL}"))
     return Bench(families, drafters, rounds_process.run(jobs))
 
 
@@ -120,8 +127,14 @@ def test_vllm_drafts_and_accepts_what_our_loop_does(bench: Bench, case: int) -> 
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_wrong_reading_fails_with_its_name(bench: Bench, name: str) -> None:
-    report, _ = bench.judged(name, 0)
+    report, _ = bench.judged(name, BASE)
     assert not report.passed
     assert report.different
     assert "rounds differ; the first: prompt" in report.reason()
     assert report.hints[0].startswith(MUTATIONS[name][1]), report.hints
+
+
+def test_parallel_slots_that_are_not_asked_for_are_named(bench: Bench) -> None:
+    report, _ = bench.judged("step by step", PARALLEL)
+    assert report.different
+    assert report.hints[0].startswith(STEP_BY_STEP), report.hints

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -29,7 +29,12 @@ from spectrain.config.trainer_schema import TrainerConfig
 from spectrain.data.packing import PackedBatch
 from spectrain.decoding.proposers import Observation, Proposal
 from spectrain.decoding.sampling import SamplingParams, sample, truncated_log_probs
-from spectrain.drafters.autoregressive.unroll import Columns, align_to_teachers
+from spectrain.drafters.autoregressive.unroll import (
+    AutoregressiveBody,
+    Columns,
+    align_to_teachers,
+    token_embedding,
+)
 from spectrain.drafters.drafter import Drafter, DraftScores, KeyValueCache, draft_uniforms
 from spectrain.drafters.layers import Rotary
 from spectrain.drafters.losses import LossSums, draft_loss
@@ -38,10 +43,6 @@ from spectrain.drafters.teacher_forced import accept_probability
 from spectrain.target.cpu_kernels import linear
 from spectrain.target.families import at_least_float32
 from spectrain.target.head import TargetHead
-
-if TYPE_CHECKING:
-    from spectrain.drafters.autoregressive.eagle3 import Eagle3Body
-
 
 # Matrices that each token of the text meets once, and those that an output does not meet as a product of its own.
 _PER_TOKEN = ("fc.weight",)
@@ -164,6 +165,10 @@ class AutoregressiveMethod(DrafterMethod):
             output_entries=sum(size for name, size in entries.items() if not name.endswith(_NOT_PER_OUTPUT)),
         )
 
+    def norms_taps(self, config: DrafterConfig) -> bool:
+        """Whether taps are normed before they are fused."""
+        return False
+
     def training_rows(self, config: DrafterConfig, trainer: TrainerConfig, batch: BatchSize) -> TrainingRows:
         return self._rows(config, config.autoregressive.ttt_steps, batch)
 
@@ -184,7 +189,7 @@ class AutoregressiveMethod(DrafterMethod):
             copied_keys=columns * steps * (steps - 1) / 2,
             own_keys=steps - 1,
             with_embedding=True,
-            normed_taps=config.eagle3.fc_norm or config.eagle3.norm_before_fc,
+            normed_taps=self.norms_taps(config),
         )
 
 
@@ -198,18 +203,18 @@ class AutoregressiveCache(KeyValueCache):
         self.pending_BH = None if self.pending_BH is None else self.pending_BH[rows_B]
 
 
-def make_cache(body: Eagle3Body, batch_size: int) -> AutoregressiveCache:
-    return AutoregressiveCache(body.shape.layer, body.shape.num_layers, batch_size, body.fc.weight)
-
-
 def observe_columns(
-    body: Eagle3Body, rotary: Rotary, head: TargetHead, cache: AutoregressiveCache, observation: Observation
+    body: AutoregressiveBody,
+    rotary: Rotary,
+    head: TargetHead,
+    cache: AutoregressiveCache,
+    feature_BTH: Tensor,
+    observation: Observation,
 ) -> None:
-    """Verified tokens and their taps become step-0 columns; the last one's feature waits for its next token."""
-    if observation.taps_BTAH is None:
-        raise ValueError("an EAGLE-3 drafter observes taps of the target")
+    """Verified tokens and what the drafter reads of the target there become step-0 columns; the last one's feature
+    waits for its next token.
+    """
     ids_BT, lengths_B = observation.ids_BT, observation.lengths_B
-    feature_BTH = body.fuse(observation.taps_BTAH)
     last_B = (lengths_B - 1).clamp(min=0)
     rows_B = torch.arange(len(ids_BT), device=ids_BT.device)
     if cache.pending_BH is None:
@@ -220,7 +225,7 @@ def observe_columns(
         next_ids, new_B = ids_BT, lengths_B
         cache.pending_BH = torch.where((lengths_B > 0)[:, None], feature_BTH[rows_B, last_B], cache.pending_BH)
     if next_ids.shape[1]:
-        _columns(body, rotary, head, cache, column_feature, next_ids, cache.columns_B, keys_only=True)
+        run_columns(body, rotary, head, cache, column_feature, next_ids, cache.columns_B, keys_only=True)
     cache.columns_B = cache.columns_B + new_B.clamp(min=0)
 
 
@@ -230,7 +235,13 @@ class DraftSteps:
     """
 
     def __init__(
-        self, body: Eagle3Body, rotary: Rotary, head: TargetHead, cache: AutoregressiveCache, anchor_B: Tensor, n: int
+        self,
+        body: AutoregressiveBody,
+        rotary: Rotary,
+        head: TargetHead,
+        cache: AutoregressiveCache,
+        anchor_B: Tensor,
+        n: int,
     ) -> None:
         if cache.pending_BH is None:
             raise RuntimeError(
@@ -250,15 +261,15 @@ class DraftSteps:
             raise StopIteration
         body, rotary, head, cache = self._parts
         start_B = cache.columns_B + self._step
-        out_BH = _columns(body, rotary, head, cache, self._feature_BH[:, None], self.token_B[:, None], start_B)[:, 0]
+        out_BH = run_columns(body, rotary, head, cache, self._feature_BH[:, None], self.token_B[:, None], start_B)[:, 0]
         normed_BH = body.norm(out_BH)
         self._feature_BH = body.feed_back(out_BH, normed_BH)
         self._step += 1
         return normed_BH
 
 
-def _columns(
-    body: Eagle3Body,
+def run_columns(
+    body: AutoregressiveBody,
     rotary: Rotary,
     head: TargetHead,
     cache: AutoregressiveCache,
@@ -278,7 +289,7 @@ def _columns(
     cache.reserve(end)
     visible_B1TS = (torch.arange(end, device=ids_BT.device) <= slots_BT[..., None])[:, None]
     cos_sin = rotary.cos_sin(slots_BT)
-    embedding_BTH = head.embed_rows(ids_BT).to(feature_BTH.dtype)
+    embedding_BTH = token_embedding(body, head, ids_BT, slots_BT).to(feature_BTH.dtype)
     stream = feature_BTH
     for layer, keys, values in zip(body.layers, cache.keys, cache.values, strict=True):
         residual, x = layer.attention_input(stream, embedding_BTH)

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ from spectrain.drafters.autoregressive.autoregressive_drafter import (
     AutoregressiveDrafter,
     AutoregressiveMethod,
     DraftSteps,
-    make_cache,
+    Steps,
     observe_columns,
 )
 from spectrain.drafters.autoregressive.eagle3_init import init_eagle3
@@ -123,6 +123,7 @@ class Eagle3Body(nn.Module):
     """fc, layers, norm and (with a reduced vocabulary) lm_head."""
 
     layers: list[Eagle3Layer]  # in truth a ModuleList of them
+    zero_first = False
 
     def __init__(self, shape: Eagle3Shape) -> None:
         super().__init__()
@@ -166,12 +167,13 @@ class Eagle3(AutoregressiveDrafter):
 
     method = "eagle3"
     has_closed_form = True
+    body_type: ClassVar[Any] = Eagle3Body
     shape: Eagle3Shape
     body: Eagle3Body
 
     def __init__(self, shape: Eagle3Shape, vocab: DraftVocab, config: DrafterConfig | None = None) -> None:
         super().__init__(shape, vocab, config)
-        self.body = Eagle3Body(shape)
+        self.body = self.body_type(shape)
         self.rotary = Rotary(shape.layer)
 
     def closed_form_init(self, batches: Batches, advance: Advance = lambda percent: None) -> int:
@@ -179,21 +181,23 @@ class Eagle3(AutoregressiveDrafter):
         return init_eagle3(self.body, self.rotary, self.head, batches, self.training_steps, decay, advance)
 
     def unroll(self, batch: PackedBatch, columns: Columns) -> Tensor:
-        return unroll(self.body, self.rotary, self.head, batch, columns, self.attention_backend(batch))
+        feature_TH = self.body.fuse(batch.taps_TAH)
+        return unroll(self.body, self.rotary, self.head, feature_TH, batch, columns, self.attention_backend(batch))
 
     def new_cache(self, batch_size: int) -> AutoregressiveCache:
-        return make_cache(self.body, batch_size)
+        return AutoregressiveCache(self.shape.layer, self.shape.num_layers, batch_size, self.body.fc.weight)
 
     @torch.no_grad()
     def observe(self, cache: AutoregressiveCache, observation: Observation) -> None:
-        observe_columns(self.body, self.rotary, self.head, cache, observation)
+        if observation.taps_BTAH is None:
+            raise ValueError("an EAGLE-3 drafter observes taps of the target")
+        feature_BTH = self.body.fuse(observation.taps_BTAH)
+        observe_columns(self.body, self.rotary, self.head, cache, feature_BTH, observation)
 
-    def draft_steps(self, cache: AutoregressiveCache, anchor_B: Tensor, n: int) -> DraftSteps:
+    def draft_steps(self, cache: AutoregressiveCache, anchor_B: Tensor, n: int) -> Steps:
         return DraftSteps(self.body, self.rotary, self.head, cache, anchor_B, n)
 
 
-# Defaults of these differ between writers and readers, so every one is written out.
-_SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _FOREIGN_DRAFTS = 3  # a round, where a layout has no field for it
 
 
@@ -203,30 +207,45 @@ class Eagle3Method(AutoregressiveMethod):
     name = "eagle3"
     label = "EAGLE-3"
     reads_options = False
-    sections = (*AutoregressiveMethod.sections, "eagle3")
+    sections: ClassVar[tuple[str, ...]] = (*AutoregressiveMethod.sections, "eagle3")
+    # Defaults of these differ between writers and readers, so every one is written out.
+    switches: ClassVar[tuple[str, ...]] = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     architecture = "Eagle3DraftModel"
     taps_field = "eagle_aux_hidden_state_layer_ids"
     may_leave_out_taps = True
     default_theta = 10000.0
     speculative_config = {"method": "eagle3"}
     vllm_defaults = {"norm_before_residual": True, "norm_before_fc": False, "fc_norm": False, "norm_output": False}
-    foreign_architectures = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Qwen3ForCausalLM")
+    foreign_architectures: ClassVar[tuple[str, ...]] = (
+        "LlamaForCausalLMEagle3",
+        "Eagle3LlamaForCausalLM",
+        "Eagle3Qwen3ForCausalLM",
+    )
     layout = "eagle"
 
     def shape(self, config: DrafterConfig, spec: TargetSpec) -> Eagle3Shape:
-        return Eagle3Shape(
-            layer=layer_shape(config, spec, "qwen3" if spec.model_type.startswith("qwen3") else "llama"),
-            num_layers=config.num_layers,
-            taps=self.taps(config, spec),
-            target_vocab_size=spec.vocab_size,
-            draft_vocab_size=config.draft_vocab_size or spec.vocab_size,
-            **{name: getattr(config.eagle3, name) for name in _SWITCHES},
-        )
+        return Eagle3Shape(**self.dimensions(config, spec))
 
-    def build(self, shape: Eagle3Shape, vocab: DraftVocab, config: DrafterConfig) -> Eagle3:
+    def dimensions(self, config: DrafterConfig, spec: TargetSpec) -> dict[str, Any]:
+        """Fields of the shape, with the switches of the kind's own section."""
+        own = getattr(config, self.sections[-1])
+        return {
+            "layer": layer_shape(config, spec, "qwen3" if spec.model_type.startswith("qwen3") else "llama"),
+            "num_layers": config.num_layers,
+            "taps": self.taps(config, spec),
+            "target_vocab_size": spec.vocab_size,
+            "draft_vocab_size": config.draft_vocab_size or spec.vocab_size,
+            **{name: getattr(own, name) for name in self.switches},
+        }
+
+    def norms_taps(self, config: DrafterConfig) -> bool:
+        own = getattr(config, self.sections[-1])
+        return any(getattr(own, name) for name in self.switches if name in ("norm_before_fc", "fc_norm"))
+
+    def build(self, shape: Any, vocab: DraftVocab, config: DrafterConfig) -> Eagle3:
         return Eagle3(shape, vocab, config)
 
-    def body(self, shape: Eagle3Shape) -> nn.Module:
+    def body(self, shape: Any) -> nn.Module:
         return Eagle3Body(shape)
 
     @torch.no_grad()
@@ -241,11 +260,11 @@ class Eagle3Method(AutoregressiveMethod):
         if gain is not None and copy_weights(layer.mlp, "mlp", ("gate_proj", "up_proj", "down_proj"), last):
             layer.post_attention_layernorm.weight.copy_(gain.float() + offset)
 
-    def describe(self, drafter: Eagle3) -> dict[str, Any]:
-        shape = drafter.shape
+    def describe(self, drafter: Any) -> dict[str, Any]:
+        shape: Eagle3Shape = drafter.shape
         return {
             self.taps_field: list(shape.taps),
-            **{name: getattr(shape, name) for name in _SWITCHES},
+            **{name: getattr(shape, name) for name in self.switches},
             # vLLM's Llama-style EAGLE-3 does not count the layer ids; an extra key here reaches its model.
             "transformer_layer_config": to_layer_config(shape) | {"num_aux_hidden_states": len(shape.taps)},
         }
@@ -254,19 +273,24 @@ class Eagle3Method(AutoregressiveMethod):
         return {"ttt_steps": drafter.training_steps}
 
     def read_shape(self, fields: dict[str, Any]) -> Eagle3Shape:
+        return Eagle3Shape(**self.read_dimensions(fields))
+
+    def read_dimensions(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Fields of the shape that a config.json describes."""
         layer = fields["transformer_layer_config"]
-        return Eagle3Shape(
-            layer=from_layer_config(layer),
-            num_layers=layer["num_hidden_layers"],
-            taps=tuple(fields[self.taps_field]),
-            target_vocab_size=layer["vocab_size"],
-            draft_vocab_size=fields["draft_vocab_size"],
-            **{name: flag(fields[name], name) for name in _SWITCHES},
-        )
+        return {
+            "layer": from_layer_config(layer),
+            "num_layers": layer["num_hidden_layers"],
+            "taps": tuple(fields[self.taps_field]),
+            "target_vocab_size": layer["vocab_size"],
+            "draft_vocab_size": fields["draft_vocab_size"],
+            **{name: flag(fields[name], name) for name in self.switches},
+        }
 
     def read_drafter(self, shape: Eagle3Shape, vocab: DraftVocab, metadata: Mapping[str, Any]) -> Eagle3:
         steps = whole(metadata.get("ttt_steps", 3), "spectrain.ttt_steps")
-        return Eagle3(shape, vocab, DrafterConfig(autoregressive=AutoregressiveConfig(ttt_steps=steps)))
+        config = DrafterConfig(method=self.name, autoregressive=AutoregressiveConfig(ttt_steps=steps))
+        return self.build(shape, vocab, config)
 
     def read_foreign(self, architecture: str, config: dict[str, Any], where: str) -> dict[str, Any]:
         """EAGLE, SpecForge and AngelSlim: a Llama configuration with switches, some of them under ``eagle_config``."""

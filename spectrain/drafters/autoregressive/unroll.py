@@ -22,7 +22,7 @@ log-sum-exp).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -32,8 +32,41 @@ from spectrain.data.packing import PackedBatch
 from spectrain.drafters.layers import Rotary, compiled_flex
 from spectrain.target.head import TargetHead
 
-if TYPE_CHECKING:
-    from spectrain.drafters.autoregressive.eagle3 import Eagle3Body, Eagle3Layer
+
+class AutoregressiveLayer(Protocol):
+    """A decoder layer, cut where a cache or an unrolled attention goes between. ``self_attn`` has ``queries`` and
+    ``keys_values``, as ``layers.Projections``.
+    """
+
+    self_attn: Any
+
+    def attention_input(self, feature: Tensor, embedding: Tensor) -> tuple[Tensor, Tensor]:
+        """(residual stream [..., H], what q, k and v read)."""
+        ...
+
+    def finish(self, residual: Tensor, heads: Tensor) -> Tensor:
+        """Residual stream after the layer, from the attention's heads [..., N, d]."""
+        ...
+
+
+class AutoregressiveBody(Protocol):
+    """The parameters of a drafter whose steps are decoder layers. ``zero_first``: the embedding at position 0 counts as
+    zero.
+    """
+
+    zero_first: bool
+    layers: Any  # AutoregressiveLayer, in order
+    norm: Any
+
+    def feed_back(self, output: Tensor, normed: Tensor) -> Tensor:
+        """The feature of the next step, from a step's output before and after the norm."""
+        ...
+
+
+def token_embedding(body: AutoregressiveBody, head: TargetHead, ids: Tensor, positions: Tensor) -> Tensor:
+    """Embeddings [..., H] of the tokens that columns at ``positions`` read."""
+    rows = head.embed_rows(ids)
+    return rows.masked_fill((positions == 0)[..., None], 0.0) if body.zero_first else rows
 
 
 BACKENDS = ("eager", "sdpa", "flex")
@@ -216,16 +249,58 @@ def _counts_at_step(batch: PackedBatch, k: int) -> Tensor:
 
 
 def unroll(
-    body: Eagle3Body, rotary: Rotary, head: TargetHead, batch: PackedBatch, columns: Columns, backend: str
+    body: AutoregressiveBody,
+    rotary: Rotary,
+    head: TargetHead,
+    feature_TH: Tensor,
+    batch: PackedBatch,
+    columns: Columns,
+    backend: str,
 ) -> Tensor:
-    """Normed outputs [K, M, H] of K teacher-forced steps at the counted columns."""
+    """Normed outputs [K, M, H] of K teacher-forced steps at the counted columns. ``feature_TH``: what step 0 reads of
+    the target.
+    """
     query_M, last = columns.query_M, batch.num_tokens - 1
     layout = ColumnLayout.build(query_M, batch.document_ids_T)
-    feature_TH = body.fuse(batch.taps_TAH)
-    # Step 0 on every column. The last column of a document pairs with a token of the next one: no query ever sees that
-    # key.
+    out_MH, keys = first_step(body, rotary, head, feature_TH, batch, layout, backend)
+    normed_KMH = [body.norm(out_MH)]
+    own: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in body.layers]
+    for step in range(1, len(columns.valid_KM)):
+        out_MH = body.feed_back(out_MH, normed_KMH[-1])
+        position_M = batch.position_ids_T[query_M] + step
+        token_M = batch.input_ids_T[(query_M + 1 + step).clamp(max=last)]
+        embedding_MH = token_embedding(body, head, token_M, position_M).to(out_MH.dtype)
+        cos_sin_M = rotary.cos_sin(position_M)
+        for layer, (k_TGd, v_TGd), (own_k, own_v) in zip(body.layers, keys, own, strict=True):
+            residual_MH, x_M = layer.attention_input(out_MH, embedding_MH)
+            k_MGd, v_MGd = layer.self_attn.keys_values(x_M, cos_sin_M)
+            own_k.append(k_MGd)
+            own_v.append(v_MGd)
+            heads_MNd = unrolled_attention(
+                layer.self_attn.queries(x_M, cos_sin_M), k_TGd, v_TGd, own_k, own_v, layout, backend
+            )
+            out_MH = layer.finish(residual_MH, heads_MNd)
+        normed_KMH.append(body.norm(out_MH))
+    return torch.stack(normed_KMH)
+
+
+def first_step(
+    body: AutoregressiveBody,
+    rotary: Rotary,
+    head: TargetHead,
+    feature_TH: Tensor,
+    batch: PackedBatch,
+    layout: ColumnLayout,
+    backend: str,
+) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    """Step 0 on every column: outputs [M, H] of those that count, before the norm, and keys and values [T, G, d] of
+    each layer.
+
+    The last column of a document pairs with a token of the next one: no query ever sees that key.
+    """
+    query_M = layout.query_M
     next_T = batch.input_ids_T.roll(-1)
-    embedding_TH = head.embed_rows(next_T).to(feature_TH.dtype)
+    embedding_TH = token_embedding(body, head, next_T, batch.position_ids_T).to(feature_TH.dtype)
     cos_sin_T = rotary.cos_sin(batch.position_ids_T)
     keys: list[tuple[Tensor, Tensor]] = []
     stream_TH = feature_TH
@@ -240,24 +315,7 @@ def unroll(
             out_MH = layer.finish(residual_TH[query_M], heads_MNd)
         else:
             stream_TH = _full_layer(layer, residual_TH, x_T, k_TGd, v_TGd, cos_sin_T, batch, backend)
-
-    normed_KMH = [body.norm(out_MH)]
-    own: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in body.layers]
-    for step in range(1, len(columns.valid_KM)):
-        out_MH = body.feed_back(out_MH, normed_KMH[-1])
-        embedding_MH = head.embed_rows(batch.input_ids_T[(query_M + 1 + step).clamp(max=last)]).to(out_MH.dtype)
-        cos_sin_M = rotary.cos_sin(batch.position_ids_T[query_M] + step)
-        for layer, (k_TGd, v_TGd), (own_k, own_v) in zip(body.layers, keys, own, strict=True):
-            residual_MH, x_M = layer.attention_input(out_MH, embedding_MH)
-            k_MGd, v_MGd = layer.self_attn.keys_values(x_M, cos_sin_M)
-            own_k.append(k_MGd)
-            own_v.append(v_MGd)
-            heads_MNd = unrolled_attention(
-                layer.self_attn.queries(x_M, cos_sin_M), k_TGd, v_TGd, own_k, own_v, layout, backend
-            )
-            out_MH = layer.finish(residual_MH, heads_MNd)
-        normed_KMH.append(body.norm(out_MH))
-    return torch.stack(normed_KMH)
+    return out_MH, keys
 
 
 def _rows(pair: tuple[Tensor, Tensor], rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -265,7 +323,7 @@ def _rows(pair: tuple[Tensor, Tensor], rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _full_layer(
-    layer: Eagle3Layer,
+    layer: AutoregressiveLayer,
     residual_TH: Tensor,
     x_T: Tensor,
     k_TGd: Tensor,

@@ -20,7 +20,7 @@ from spectrain.config.trainer_schema import TrainerConfig
 from spectrain.data.vocab import DraftVocab
 from spectrain.drafters.block.block_drafter import BlockDrafter
 from spectrain.drafters.block.block_model import BlockBody
-from spectrain.drafters.block.block_shape import BlockShape, resolve_mask_token
+from spectrain.drafters.block.block_shape import BlockShape
 from spectrain.drafters.field_checks import flag, positive, whole
 from spectrain.drafters.foreign_checkpoints import (
     block_decoder_layer,
@@ -31,6 +31,7 @@ from spectrain.drafters.foreign_checkpoints import (
 )
 from spectrain.drafters.init_from_target import MLP_NORMS, copy_weights, mlp_norm, read_layer
 from spectrain.drafters.layers import from_layer_config, layer_shape, to_layer_config
+from spectrain.drafters.mask_token import mask_token_of, resolve_mask_token
 from spectrain.drafters.registry import BatchSize, Corpus, CorpusSize, DrafterMethod, TrainingCost, TrainingRows
 from spectrain.errors import ConfigError
 from spectrain.target.head import TargetHead
@@ -82,15 +83,10 @@ class BlockMethod(DrafterMethod):
             )
 
     def resolve(self, config: DrafterConfig, corpus: Corpus, say: Callable[[str], None]) -> DrafterConfig:
-        return resolve_mask_token(config, corpus, say)
+        return resolve_mask_token(config, "block", corpus, say)
 
     def shape(self, config: DrafterConfig, spec: TargetSpec) -> BlockShape:
         block = config.block
-        mask = block.mask_token_id or 0  # before the training text is known, any token will do for counting
-        if mask >= spec.vocab_size:
-            raise ConfigError(
-                f"drafter.block.mask_token_id={mask} is outside the target's vocabulary of {spec.vocab_size}"
-            )
         return BlockShape(
             method=self.name,
             layer=layer_shape(config, spec, "qwen3", longrope=False),  # vLLM's block drafters cannot turn so
@@ -99,7 +95,7 @@ class BlockMethod(DrafterMethod):
             target_vocab_size=spec.vocab_size,
             draft_vocab_size=config.draft_vocab_size or spec.vocab_size,
             block_size=block.block_size,
-            mask_token_id=mask,
+            mask_token_id=mask_token_of(config, "block", spec),
             sample_from_anchor=self.samples_from_anchor(config),
             sliding_window=block.sliding_window,
             causal=block.sliding_window is not None and block.causal,

@@ -4,25 +4,15 @@ architecture.
 A block of B slots begins at the anchor, the last token the target has committed: slot 0 holds the anchor's embedding,
 the others that of the mask token, and slot j sits at the anchor's position + j. One pass fills all slots; slot j drafts
 the token at its own position (``sample_from_anchor`` false, slots 1 … B−1) or the one behind it (true, slots 0 … B−1).
-
-Which token of the vocabulary stands for what a block does not know yet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import numpy as np
-import torch
-from torch import Tensor
-
-from spectrain.config.drafter_schema import DrafterConfig
 from spectrain.drafters.drafter import DrafterShape
-from spectrain.drafters.field_checks import check_sizes, whole
+from spectrain.drafters.field_checks import check_sizes, check_token, whole
 from spectrain.drafters.layers import LayerShape
-from spectrain.drafters.registry import Corpus
-from spectrain.errors import ConfigError
 
 _MARKOV_KINDS = ("vanilla", "gated", "rnn")
 
@@ -88,10 +78,7 @@ class BlockShape(DrafterShape):
     def __post_init__(self) -> None:
         check_sizes(self, self.num_layers)
         whole(self.block_size, "block_size", least=2)
-        if whole(self.mask_token_id, "mask_token_id", least=0) >= self.target_vocab_size:
-            raise ValueError(
-                f"mask_token_id is {self.mask_token_id}, outside the target's vocabulary of {self.target_vocab_size}"
-            )
+        check_token(self.mask_token_id, "mask_token_id", self.target_vocab_size)
         if self.sliding_window is not None:
             whole(self.sliding_window, "sliding_window")
         if self.conv is not None and self.layer.hidden_size % self.conv.group_size:
@@ -124,41 +111,3 @@ class BlockShape(DrafterShape):
     def slots(self, num_drafts: int) -> int:
         """Length of the block that drafts so many tokens; a server asked for fewer tokens runs a shorter block."""
         return num_drafts + self.first_slot
-
-
-# An embedding much shorter than most was never trained: queries of mask slots would all be equal to nothing.
-_LEAST_NORM = 0.5
-
-
-def choose_mask_token(used_V: np.ndarray, embedding_VH: Tensor) -> int:
-    """The last token of the vocabulary that the training text never uses and whose embedding is no shorter than most.
-
-    ``used_V``: how often each token occurs. Reserved tokens tend to come last. Raises ConfigError where every token
-    occurs.
-    """
-    norms_V = embedding_VH.float().norm(dim=-1).cpu()
-    whole_V = norms_V >= _LEAST_NORM * norms_V.median()
-    unused_V = torch.from_numpy(used_V[: len(norms_V)] == 0)
-    candidates = torch.nonzero(unused_V & whole_V)[:, 0]
-    if len(candidates) == 0:
-        candidates = torch.nonzero(unused_V)[:, 0]
-    if len(candidates) == 0:
-        raise ConfigError(
-            "every token of the vocabulary occurs in the training text: name one with drafter.block.mask_token_id"
-        )
-    return int(candidates[-1])
-
-
-def resolve_mask_token(config: DrafterConfig, corpus: Corpus, say: Callable[[str], None]) -> DrafterConfig:
-    """The configuration with a mask token: the given one, or one that the training text never uses."""
-    used_V, given = corpus.token_counts(), config.block.mask_token_id
-    if given is not None:
-        if given < len(used_V) and used_V[given]:
-            say(
-                f"fit: note: the mask token {given} occurs {used_V[given]:,} times in the training text, where it "
-                f"means something else"
-            )
-        return config
-    mask = choose_mask_token(used_V, corpus.head.embed_weight)
-    say(f"fit: token {mask}, which the training text never uses, is the mask token")
-    return replace(config, block=replace(config.block, mask_token_id=mask))

@@ -60,7 +60,7 @@ class VLLMEngine:
     stored_together = 1  # vLLM makes its batches itself
 
     def response_key(self, conversation: Conversation, sampling: Sampling) -> str:
-        return response_key(conversation, sampling, self.resolved.id, self.resolved.revision)
+        return response_key(conversation, sampling, self.resolved.id, self.resolved.revision, self.template.variables)
 
     def generate(
         self,
