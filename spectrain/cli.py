@@ -2,10 +2,10 @@
 
     spectrain COMMAND [group=option ...] [key=value ...] [--dry-run] [-m] [--debug] [--help]
 
-Exit codes: 0 done; 2 the configuration or an input is wrong, nothing was started; 1 a failure while running; 143, 129
-and 130 ended by SIGTERM, SIGHUP and SIGINT (``signals.py``). What a command is and needs, ``config/commands.py`` says.
-Torch and transformers are imported after the configuration has been read, so help and configuration errors come at
-once.
+Exit codes: 0 done; 2 the configuration or an input is wrong, nothing was started; 1 a failure while running; 143, 129,
+130 and 138 ended by SIGTERM, SIGHUP, SIGINT and SIGUSR1 (``signals.py``). What a command is and needs,
+``config/commands.py`` says. Torch and transformers are imported after the configuration has been read, so help and
+configuration errors come at once.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ from spectrain.files import full_disk
 
 if TYPE_CHECKING:
     from spectrain.training.distributed import Ranks
+
+
+_SIGNAL_S = 0.2  # that an error waits for a signal which would explain it
 
 
 @dataclass(frozen=True)
@@ -137,7 +140,8 @@ def _run(arguments: list[str]) -> int:
     try:
         return _dispatch(parse(arguments))
     except SpectrainError as error:
-        signals.wait_if_ending()  # whoever was at work for us is gone already
+        # Whoever was at work for us is gone already, and may have got the signal first.
+        signals.wait_if_signalled(_SIGNAL_S if error.exit_code == 1 else 0.0)
         if debug:
             say_traceback()
         say("error: " + " ".join(str(error).split()))
@@ -146,7 +150,7 @@ def _run(arguments: list[str]) -> int:
         say("interrupted: finished work is kept, the same command continues")
         return 130
     except Exception as error:
-        signals.wait_if_ending()
+        signals.wait_if_signalled(_SIGNAL_S)
         if debug:
             say_traceback()
         full = full_disk(error)  # of a library's writing: ours say it by themselves
