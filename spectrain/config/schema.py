@@ -21,6 +21,8 @@ from spectrain.config.plan_schema import PlanConfig
 from spectrain.config.target_schema import TargetConfig
 from spectrain.config.trainer_schema import TrainerConfig
 
+_TASKS = 1 << 16
+
 
 @dataclass(frozen=True)
 class RunConfig(Section, name="run"):
@@ -28,6 +30,26 @@ class RunConfig(Section, name="run"):
 
     name: str = key("default", "name of the run, from which run.dir is made", most_bytes=FILE_NAME_BYTES)
     dir: str = key("runs/${run.name}", "folder of the run: responses, hidden states, drafter, evaluation and report")
+    task: int = key(
+        0,
+        "generate, capture: number of this task, from 0; of a Slurm array: $SLURM_ARRAY_TASK_ID",
+        at_least=0,
+        at_most=_TASKS,
+    )
+    tasks: int = key(
+        1,
+        "generate, capture: tasks that share the prompts out, each a process anywhere; of a Slurm array: "
+        "$SLURM_ARRAY_TASK_COUNT",
+        at_least=1,
+        at_most=_TASKS,
+    )
+
+    def _check(self) -> None:
+        require(
+            self.task < self.tasks,
+            f"run.task={self.task} is none of run.tasks={self.tasks}, which are counted from 0 (sbatch "
+            f"--array=0-{self.tasks - 1})",
+        )
 
 
 @dataclass(frozen=True)

@@ -200,6 +200,21 @@ class ResponseStore:
             partial.write_bytes(content)
         return path
 
+    def take_over(self, other: ResponseStore) -> None:
+        """Move what another store holds into this one, a part at a time, but for responses that are here. After a kill
+        each is in one of the two, or in both.
+        """
+        for path in other._parts():
+            keys, known = _read(path, ["key"])["key"].to_pylist(), self.keys()
+            fresh = [key for key in keys if key not in known]
+            if len(fresh) == len(keys):
+                check_guarded(self.folder)
+                self.folder.mkdir(parents=True, exist_ok=True)
+                path.replace(self.folder / f"part-{self._next_number():05d}-{file_digest(path)[:16]}.parquet")
+            else:
+                self.append(other.load(fresh))
+                path.unlink()
+
     def keys(self) -> set[str]:
         """Keys of all stored responses. Raises InputError for a part that is damaged."""
         for path in self._parts():

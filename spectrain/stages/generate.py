@@ -19,6 +19,7 @@ from spectrain.data.responses import Response, ResponseStore
 from spectrain.engines.check_states import DOCUMENTS
 from spectrain.engines.vllm.engine import VLLMEngine
 from spectrain.files import digest_strings
+from spectrain.stages import array_tasks
 from spectrain.stages.context import Context
 from spectrain.stages.run_dir import Decision, Inputs
 
@@ -44,12 +45,16 @@ def decide(context: Context) -> Decision:
 
 def generate(context: Context) -> None:
     """Answer every prompt that has no stored answer yet."""
+    array_tasks.take_share(context)
     decision = decide(context)
     if decision.skip:
         say(str(decision))
         return
     with context.data_dir.running(decision) as outputs:
         store = ResponseStore(context.data_dir.responses)
+        array_tasks.bring_responses(context)
+        if array_tasks.has_work(context):
+            array_tasks.merge_responses(context, store)
         done = store.keys()
         conversations = [*context.prompts.train, *context.prompts.heldout]
         asked = zip(conversations, context.splits.items(), strict=True)

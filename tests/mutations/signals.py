@@ -3,7 +3,7 @@
 from mutation import Mutation
 
 SIGNALS = "tests/unit/test_signals.py"
-STOPS = "tests/pipeline/test_stops.py"
+STOPS = "tests/faults/test_stops.py"
 
 MUTATIONS = (
     Mutation(
