@@ -14,6 +14,7 @@ import argparse
 import os
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from spectrain.config.schema import SpectrainConfig
 from spectrain.console import say, say_traceback, stdout
 from spectrain.errors import ConfigError, RunError, SpectrainError
 from spectrain.files import full_disk
+from spectrain.processes import ProcessId
 
 if TYPE_CHECKING:
     from spectrain.training.distributed import Ranks
@@ -190,6 +192,7 @@ def _run_once(line: CommandLine, command: Command) -> int:
 
     with _ranks() as ranks:
         config, given = compose(line.overrides), given_keys(line.overrides)
+        _set_environment(config, ranks)
         alone = ranks is None and command.trains and not line.dry_run
         count = _devices_to_launch(config, command, given) if alone else 1
         if count > 1:
@@ -224,6 +227,18 @@ def _ranks() -> Iterator[Ranks | None]:
 
     with joined() as ranks:
         yield ranks
+
+
+def _set_environment(config: SpectrainConfig, ranks: Ranks | None) -> None:
+    """``launcher.environment``, for this process, which has imported nothing that reads it, and for its children."""
+    lacking = {name: value for name, value in config.launcher.environment.items() if name not in os.environ}
+    if ranks is None:
+        os.environ.update({name: str(value) for name, value in lacking.items()})
+    elif lacking:
+        say(
+            f"note: launcher.environment comes too late for ranks that are running, export it where they are started: "
+            f"{', '.join(lacking)}"
+        )
 
 
 def _devices_to_launch(config: SpectrainConfig, command: Command, given: frozenset[str]) -> int:
@@ -287,13 +302,17 @@ class SweepJob:
     command: str
     dry_run: bool
     data_dir: Path | None
+    sent_by: ProcessId = field(default_factory=ProcessId.of_this)
 
     def __call__(self, composed: Any) -> float | None:
         from spectrain.config.loading import given_keys, sweep_config, sweep_overrides
 
         config = sweep_config(composed)
         given = given_keys(sweep_overrides())
+        if ProcessId.of_this() != self.sent_by and threading.current_thread() is threading.main_thread():
+            signals.install()  # a launcher's process, whose own handlers would keep nothing
         with _ranks() as ranks:  # a launcher such as submitit may start a job as several
+            _set_environment(config, ranks)
             say(f"run.dir={config.run.dir}")
             return execute(COMMANDS[self.command], config, self.dry_run, self.data_dir, given, ranks)
 
@@ -344,7 +363,7 @@ def _changes_data(key: str, command: Command) -> bool:
     if key == "drafter.path":  # to go on from, it decides the taps; to measure, it reads what is there
         return command.trains
     chooses_taps = key in ("drafter", "drafter.method", "drafter.taps")
-    return section not in ("trainer", "drafter", "decoding", "suite", "logger") or chooses_taps
+    return section not in ("trainer", "drafter", "decoding", "suite", "logger", "launcher") or chooses_taps
 
 
 # --- commands that touch no run directory --------------------------------------------------------------------------

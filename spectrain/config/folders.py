@@ -21,6 +21,7 @@ GROUP_FOLDERS = {
     "trainer": "conf",
     "suite": "eval",
     "logger": "conf",
+    "launcher": "conf",
 }
 _PACKAGE = Path(__file__).resolve().parent.parent
 

@@ -59,6 +59,7 @@ GROUPS: dict[str, str | None] = {
     "trainer": "default",
     "suite": "heldout",
     "logger": "none",
+    "launcher": "local",
     "recipe": None,  # last: a recipe overrides the other groups
 }
 _APP = "spectrain"

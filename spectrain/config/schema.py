@@ -17,6 +17,7 @@ from spectrain.config.drafter_schema import DrafterConfig
 from spectrain.config.engine_schema import EngineConfig, HiddenStatesConfig
 from spectrain.config.evaluation_schema import DecodingConfig, SuiteConfig
 from spectrain.config.keys import FILE_NAME_BYTES, Section, key, require
+from spectrain.config.launcher_schema import LauncherConfig
 from spectrain.config.plan_schema import PlanConfig
 from spectrain.config.target_schema import TargetConfig
 from spectrain.config.trainer_schema import TrainerConfig
@@ -86,6 +87,7 @@ class SpectrainConfig:
     decoding: DecodingConfig = key(make=DecodingConfig)
     suite: SuiteConfig = key(make=SuiteConfig)
     logger: LoggerConfig = key(make=LoggerConfig)
+    launcher: LauncherConfig = key(make=LauncherConfig)
     plan: PlanConfig = key(make=PlanConfig)
 
     @property
