@@ -45,6 +45,7 @@ def decide(context: Context) -> Decision:
 
 def generate(context: Context) -> None:
     """Answer every prompt that has no stored answer yet."""
+    _set_aside_damaged(context)
     array_tasks.take_share(context)
     decision = decide(context)
     if decision.skip:
@@ -76,6 +77,15 @@ def generate(context: Context) -> None:
             f"note: the chat template shows earlier turns otherwise than they were answered, so a conversation's "
             f"further turns are documents of their own: {outputs['documents']:,} documents"
         )
+
+
+def _set_aside_damaged(context: Context) -> None:
+    """Answers of damaged parts are made again; the files are kept, for whoever can mend them."""
+    if context.data_dir.writable:
+        for path in ResponseStore(context.data_dir.responses).set_aside_damaged():
+            say(
+                f"generate: {path.with_suffix('')} is damaged: its prompts are answered again, it is kept as {path.name}"
+            )
 
 
 def _generate(context: Context, store: ResponseStore, todo: list[tuple[Conversation, str]], total: int) -> None:

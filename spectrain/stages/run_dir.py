@@ -30,6 +30,7 @@ from typing import Any
 from spectrain import signals
 from spectrain.config.schema import RunConfig
 from spectrain.console import say
+from spectrain.copies import read_either, write_twice
 from spectrain.errors import InputError, RunError, SpectrainError
 from spectrain.files import (
     check_digest,
@@ -39,7 +40,6 @@ from spectrain.files import (
     remove,
     with_digest,
     without_digest,
-    write_atomically,
 )
 from spectrain.masking import PRIVATE_FILE
 from spectrain.stages import run_lock
@@ -147,22 +147,9 @@ class RunDir:
     def manifest(self) -> dict[str, Any]:
         """The manifest, or an empty one. Raises InputError if it is broken, was changed or is of another version."""
         file = self.path / _MANIFEST
-        try:
-            manifest = json.loads(file.read_text(encoding="utf-8"))
-        except FileNotFoundError:
+        if not os.path.exists(file):
             return {"schema_version": SCHEMA_VERSION, "target": None, "stages": {}}
-        except (OSError, ValueError) as error:
-            raise InputError(f"{file} cannot be read ({error}): {_ADVICE}") from error
-        problem = _problem(manifest)
-        if problem:
-            raise InputError(f"{file} is no manifest of a run directory ({problem}): {_ADVICE}")
-        if manifest["schema_version"] != SCHEMA_VERSION:
-            raise InputError(
-                f"{file} has schema version {manifest['schema_version']}, this spectrain writes {SCHEMA_VERSION}: "
-                f"use another run.dir"
-            )
-        check_digest(manifest, file, _ADVICE)
-        return without_digest(manifest)
+        return read_either(file, _read_manifest)
 
     def check(self, target: Mapping[str, Any]) -> None:
         """Raise InputError if the directory belongs to another target, or is no run directory at all. Touches nothing.
@@ -192,7 +179,7 @@ class RunDir:
 
     def _write_manifest(self, manifest: Mapping[str, Any]) -> None:
         text = json.dumps(with_digest(manifest), indent=2, ensure_ascii=False) + "\n"
-        write_atomically(self.path / _MANIFEST, text, "the run's manifest")
+        write_twice(self.path / _MANIFEST, text, "the run's manifest")
 
     # --- stages -----------------------------------------------------------------------------------------------------
 
@@ -338,6 +325,23 @@ def versions() -> dict[str, str]:
         with suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
     return found
+
+
+def _read_manifest(file: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{file} cannot be read ({error}): {_ADVICE}") from error
+    problem = _problem(manifest)
+    if problem:
+        raise InputError(f"{file} is no manifest of a run directory ({problem}): {_ADVICE}")
+    if manifest["schema_version"] != SCHEMA_VERSION:
+        raise InputError(
+            f"{file} has schema version {manifest['schema_version']}, this spectrain writes {SCHEMA_VERSION}: "
+            f"use another run.dir"
+        )
+    check_digest(manifest, file, _ADVICE)
+    return without_digest(manifest)
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:

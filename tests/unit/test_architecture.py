@@ -20,7 +20,7 @@ from spectrain.config.overrides import all_keys, sections
 PACKAGE = Path(__file__).parents[2] / "spectrain"
 # An import may only point to the left.
 ORDER = (
-    *("errors", "masking", "files", "reading", "processes", "signals", "console", "config", "target", "data"),
+    *("errors", "masking", "files", "reading", "processes", "signals", "console", "copies", "config", "target", "data"),
     *("decoding", "drafters", "engines", "training", "evaluation", "hub", "stages", "cli"),
 )
 LONGEST = 400
