@@ -1,4 +1,4 @@
-"""JSON files on which everything else depends, kept twice: where one is damaged, the other is taken, and a line says it.
+"""JSON files on which everything else depends, kept twice: where one is damaged, the other is taken, as a line says.
 
 The copy lies beside the file and is written after it, so a kill between the two leaves a copy that is one step older:
 whoever takes it finds something missing, and makes that again. A file that is not there at all is not replaced:

@@ -83,9 +83,8 @@ def _set_aside_damaged(context: Context) -> None:
     """Answers of damaged parts are made again; the files are kept, for whoever can mend them."""
     if context.data_dir.writable:
         for path in ResponseStore(context.data_dir.responses).set_aside_damaged():
-            say(
-                f"generate: {path.with_suffix('')} is damaged: its prompts are answered again, it is kept as {path.name}"
-            )
+            part = path.with_suffix("")
+            say(f"generate: {part} is damaged: its prompts are answered again, it is kept as {path.name}")
 
 
 def _generate(context: Context, store: ResponseStore, todo: list[tuple[Conversation, str]], total: int) -> None:

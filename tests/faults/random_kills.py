@@ -23,9 +23,9 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
-from contents import assert_equal, leftovers
-from forked import ended, run, start
-from workplace import make
+from contents import assert_equal, leftovers  # noqa: E402
+from forked import ended, run, start  # noqa: E402
+from workplace import make  # noqa: E402
 
 # Of the kills in 64: how many each command gets.
 SHARES = {"generate": 12, "capture": 12, "fit": 14, "eval": 12, "a rank of two": 7, "the launcher of two": 7}
@@ -182,10 +182,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=None)
     options = parser.parse_args()
     seed = random.randrange(1 << 31) if options.seed is None else options.seed
-    print(f"seed {seed}")
+    print(f"seed {seed}")  # noqa: T201
     with tempfile.TemporaryDirectory() as folder:
         found = all_kinds(Workplace(Path(folder)), options.kills, seed)
-    print(f"{sum(tally.kills for tally in found.values())} kills, all ended as if undisturbed")
+    print(f"{sum(tally.kills for tally in found.values())} kills, all ended as if undisturbed")  # noqa: T201
 
 
 if __name__ == "__main__":
