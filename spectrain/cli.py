@@ -2,20 +2,19 @@
 
     spectrain COMMAND [group=option ...] [key=value ...] [--dry-run] [-m] [--debug] [--help]
 
-Exit codes: 0 done; 2 the configuration or an input is wrong, nothing was started; 1 a failure while running; 143, 129
-and 130 ended by SIGTERM, SIGHUP and SIGINT (``signals.py``). What a command is and needs, ``config/commands.py`` says.
-Torch and transformers are imported after the configuration has been read, so help and configuration errors come at
-once.
+Exit codes: 0 done; 2 the configuration or an input is wrong, nothing was started; 1 a failure while running; 143, 129,
+130 and 138 ended by SIGTERM, SIGHUP, SIGINT and SIGUSR1 (``signals.py``). What a command is and needs,
+``config/commands.py`` says. Torch and transformers are imported after the configuration has been read, so help and
+configuration errors come at once.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import metadata
@@ -29,9 +28,14 @@ from spectrain.config.schema import SpectrainConfig
 from spectrain.console import say, say_traceback, stdout
 from spectrain.errors import ConfigError, RunError, SpectrainError
 from spectrain.files import full_disk
+from spectrain.processes import ProcessId
+from spectrain.stages.launching import devices_to_launch, ranks_of_launcher, set_environment
 
 if TYPE_CHECKING:
     from spectrain.training.distributed import Ranks
+
+
+_SIGNAL_S = 0.2  # that an error waits for a signal which would explain it
 
 
 @dataclass(frozen=True)
@@ -137,7 +141,8 @@ def _run(arguments: list[str]) -> int:
     try:
         return _dispatch(parse(arguments))
     except SpectrainError as error:
-        signals.wait_if_ending()  # whoever was at work for us is gone already
+        # Whoever was at work for us is gone already, and may have got the signal first.
+        signals.wait_if_signalled(_SIGNAL_S if error.exit_code == 1 else 0.0)
         if debug:
             say_traceback()
         say("error: " + " ".join(str(error).split()))
@@ -146,7 +151,7 @@ def _run(arguments: list[str]) -> int:
         say("interrupted: finished work is kept, the same command continues")
         return 130
     except Exception as error:
-        signals.wait_if_ending()
+        signals.wait_if_signalled(_SIGNAL_S)
         if debug:
             say_traceback()
         full = full_disk(error)  # of a library's writing: ours say it by themselves
@@ -189,14 +194,15 @@ def _show(text: str) -> None:
 def _run_once(line: CommandLine, command: Command) -> int:
     from spectrain.config.loading import compose, given_keys, reused_config
 
-    with _ranks() as ranks:
+    with ranks_of_launcher() as ranks:
         config, given = compose(line.overrides), given_keys(line.overrides)
         if config.run.smoke:
             from spectrain.stages.smoke import smoke_config
 
             config = smoke_config(config, command, line.dry_run, given)
+        set_environment(config, ranks)
         alone = ranks is None and command.trains and not line.dry_run
-        count = _devices_to_launch(config, command, given) if alone else 1
+        count = devices_to_launch(config, command, given) if alone else 1
         if count > 1:
             from spectrain.training.distributed import launch
 
@@ -206,40 +212,6 @@ def _run_once(line: CommandLine, command: Command) -> int:
             say(f"configuration: {reused}, and what was given")
         execute(command, config, line.dry_run, given=given, ranks=ranks)
     return 0
-
-
-def launched() -> int:
-    """How many ranks a launcher has started this process as one of; 1 where none has."""
-    for name in ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"):
-        if os.environ.get(name, "").isdecimal():
-            return max(1, int(os.environ[name]))
-    # A batch script runs in a task of its own, and so does what it starts without srun: those are one process.
-    step = os.environ.get("SLURM_STEP_ID", "").isdecimal()
-    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", os.environ.get("SLURM_NTASKS", "")) if step else ""
-    return max(1, int(tasks)) if tasks.isdecimal() else 1
-
-
-@contextmanager
-def _ranks() -> Iterator[Ranks | None]:
-    """This process's place among those that a launcher has started; None where none has, which costs no import."""
-    if launched() == 1:
-        yield None
-        return
-    from spectrain.training.distributed import joined
-
-    with joined() as ranks:
-        yield ranks
-
-
-def _devices_to_launch(config: SpectrainConfig, command: Command, given: frozenset[str]) -> int:
-    """How many ranks this process starts instead of doing the work itself; 1 where it does it."""
-    if config.trainer.devices == "1":
-        return 1
-    from spectrain.stages.checks import check_config
-    from spectrain.training.distributed import count_devices
-
-    check_config(config, command, given)  # a mistake is said before anything is started
-    return count_devices(config.trainer.devices)
 
 
 def execute(
@@ -292,13 +264,17 @@ class SweepJob:
     command: str
     dry_run: bool
     data_dir: Path | None
+    sent_by: ProcessId = field(default_factory=ProcessId.of_this)
 
     def __call__(self, composed: Any) -> float | None:
         from spectrain.config.loading import given_keys, sweep_config, sweep_overrides
 
         config = sweep_config(composed)
         given = given_keys(sweep_overrides())
-        with _ranks() as ranks:  # a launcher such as submitit may start a job as several
+        if ProcessId.of_this() != self.sent_by and threading.current_thread() is threading.main_thread():
+            signals.install()  # a launcher's process, whose own handlers would keep nothing
+        with ranks_of_launcher() as ranks:  # a launcher such as submitit may start a job as several
+            set_environment(config, ranks)
             say(f"run.dir={config.run.dir}")
             return execute(COMMANDS[self.command], config, self.dry_run, self.data_dir, given, ranks)
 
@@ -351,7 +327,7 @@ def _changes_data(key: str, command: Command) -> bool:
     if key == "drafter.path":  # to go on from, it decides the taps; to measure, it reads what is there
         return command.trains
     chooses_taps = key in ("drafter", "drafter.method", "drafter.taps")
-    return section not in ("trainer", "drafter", "decoding", "suite", "logger") or chooses_taps
+    return section not in ("trainer", "drafter", "decoding", "suite", "logger", "launcher") or chooses_taps
 
 
 # --- commands that touch no run directory --------------------------------------------------------------------------

@@ -44,3 +44,18 @@ class NotFiniteError(RunError):
         )
         kind = f" in {dtype}" if dtype else ""
         super().__init__(f"the target computed {what} that are not finite{kind}{where}: {advice}")
+
+
+EXCERPT_CHARS = 40  # of a text, in an error
+
+
+def text_difference(expected: str, found: str) -> str:
+    """Where two texts part, with a little of both, for an error."""
+    place = next(
+        (i for i, (a, b) in enumerate(zip(expected, found, strict=False)) if a != b), min(len(expected), len(found))
+    )
+    context = f"after {expected[max(0, place - EXCERPT_CHARS) : place]!r}" if place else "at the start"
+    wanted, written = (
+        repr(text[place : place + EXCERPT_CHARS]) if place < len(text) else "the end" for text in (expected, found)
+    )
+    return f"{context} it writes {written} where {wanted} was expected"

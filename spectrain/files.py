@@ -242,16 +242,17 @@ def _aside(folder: Path, kind: str) -> Path:
     return folder.with_name(f".{folder.name}.{kind}")
 
 
-_GUARDED: dict[Path, int] = {}  # folder -> its inode
+_GUARDED: dict[Path, tuple[int, Callable[[], bool]]] = {}  # folder -> its inode, and whether it is still ours
 
 
 @contextmanager
-def guarded(folder: Path) -> Iterator[None]:
+def guarded(folder: Path, still_ours: Callable[[], bool] = lambda: True) -> Iterator[None]:
     """Inside, nothing is written into a folder that takes the place of this one: who removes or renames a folder that
-    is being worked in does not get half of it back under its old name. RunError says so.
+    is being worked in does not get half of it back under its old name. RunError says so; also once ``still_ours`` says
+    no, as somebody else works there.
     """
     folder = folder.absolute()
-    _GUARDED[folder] = folder.stat().st_ino
+    _GUARDED[folder] = folder.stat().st_ino, still_ours
     try:
         yield
     except OSError as error:
@@ -262,11 +263,18 @@ def guarded(folder: Path) -> Iterator[None]:
 
 
 def check_guarded(path: Path) -> None:
-    """RunError if ``path`` would lie in a folder that was removed or renamed since it is guarded."""
-    for folder, inode in _GUARDED.items():
-        if folder in path.absolute().parents and not (folder.exists() and folder.stat().st_ino == inode):
+    """RunError if ``path`` would lie in a folder that was removed, renamed or taken over since it is guarded."""
+    for folder, (inode, still_ours) in _GUARDED.items():
+        if folder not in path.absolute().parents:
+            continue
+        if not (folder.exists() and folder.stat().st_ino == inode):
             raise RunError(
                 f"{folder} was removed or renamed while it was worked in: put it back, and the same command continues"
+            )
+        if not still_ours():
+            raise RunError(
+                f"{folder} was taken over by another process, which found this one silent: let that one end, and the "
+                f"same command continues"
             )
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 MASK = "***"
 PRIVATE_FILE = "private.yaml"  # of a run directory, beside its config.yaml
-_ENVIRONMENT = ("engine", "environment")
+_ENVIRONMENTS = (("engine", "environment"), ("launcher", "environment"))
 _MAPPINGS = (("engine", "args"), ("drafter", "options"))  # of names that others chose
 _URLS = ("engine", "urls")
 # Where a name that holds no secret may say which place or thing is meant: what the terminal says of it is needed.
@@ -79,7 +79,7 @@ def is_secret_key(key: str) -> bool:
 
 
 def _is_secret(path: tuple[Any, ...]) -> bool:
-    if path[:2] == _ENVIRONMENT:
+    if path[:2] in _ENVIRONMENTS:
         return True
     names = [name for name in path[2:] if isinstance(name, str)]
     return path[:2] in _MAPPINGS and any(is_secret_name(name) for name in names)
@@ -110,7 +110,7 @@ def mask(values: Any, written: Any, path: tuple[Any, ...] = ()) -> Any:
 
 def _masked(value: Any, written: Any, path: tuple[Any, ...]) -> Any:
     if _is_secret(path) and _counts_as_text(value, path):
-        hide_all = path[:2] != _ENVIRONMENT or is_secret_name(str(path[-1]))
+        hide_all = path[:2] not in _ENVIRONMENTS or is_secret_name(str(path[-1]))
         if hide_all:
             hide(str(value))
         compared = MASK if hide_all else f"{MASK} ({_digest(mask_text(str(value)))})"
@@ -135,7 +135,7 @@ def _counts_as_text(value: Any, path: tuple[Any, ...]) -> bool:
     """A secret may look like a number on a command line; ``true`` and null are none."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         words = re.split(r"[_.\-]+", str(path[-1]).lower())
-        return path[:2] == _ENVIRONMENT or "api" in words or words[-1] not in _ALSO_OF_NUMBERS
+        return path[:2] in _ENVIRONMENTS or "api" in words or words[-1] not in _ALSO_OF_NUMBERS
     return isinstance(value, str)
 
 

@@ -1,4 +1,5 @@
-"""The signals that end a command: SIGTERM (a scheduler, ``kill``), SIGHUP (a closed terminal), SIGINT (Ctrl-C).
+"""The signals that end a command: SIGTERM (a scheduler, ``kill``), SIGHUP (a closed terminal), SIGINT (Ctrl-C) and
+SIGUSR1 (Slurm's warning before the time is up, ``--signal=USR1@120``).
 
 What is on disk is whole at every moment (``files.py``), so a command may end anywhere. What is only in memory yet, a
 stage declares with ``keeping``; when a signal comes it is written, one line says what was kept, and the exit code is
@@ -15,7 +16,9 @@ one shard of hidden states, a checkpoint of a drafter. Where that is more than a
 another signal then ends the command at once. Everything else (processes that were started, the terminal) gets what is
 left of ``_LIMIT_S``.
 
-A signal that should do something and let the command go on (SIGUSR1, of schedulers) would call the same ``keeping``s.
+**Several processes that work together** (``follow``): one of them, the leader, keeps what all have made and says so.
+Whoever else gets a signal passes it on to the leader and works on, so that what the leader waits for comes, until the
+leader has ended.
 
 Standard library only: it works before anything slow is imported.
 """
@@ -31,12 +34,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
+from spectrain.processes import ProcessId
+
 PARENT_DEATH_SIGNAL, CHILD_SUBREAPER = 1, 36  # of prctl
-ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1)
+# What a follower passes on is a signal of its own, number for number: it never counts as the user's second one.
+_PASSED_ON = {int(number): number + signal.SIGRTMIN for number in ENDING} if hasattr(signal, "SIGRTMIN") else {}
+_ORIGINAL = {passed: number for number, passed in _PASSED_ON.items()}
 # From the signal to the end, where nothing takes long to be written; and what is left for the rest where it does.
 _LIMIT_S, _LEAST_S = 1.6, 0.2
 # Another signal so much later is meant: a closed terminal sends two.
 _AGAIN_S = 1.0
+_LEADER_S = 20.0  # that a leader on another machine, which got the signal too, is given to end
 CONTINUES = "the same command continues"
 
 # Brings to disk what is only in memory, and says in a line what is kept now.
@@ -48,9 +57,12 @@ _here = threading.local()  # .depth: how many ``held`` this thread is inside
 _keeps: list[Keep] = []
 _ends: list[Callable[[], None]] = []
 _before_last_line: list[Callable[[], None]] = []
-_handled: list[signal.Signals] = []
+_handled: list[int] = []
 speaks = True  # of several processes that train together one does
-_number: int | None = None  # of the signal that is ending this process
+_follows = False
+_leader: ProcessId | None = None  # None: on another machine
+_came: int | None = None  # the signal that came
+_number: int | None = None  # of the signal that is ending this process: what came, once the leader has ended
 
 
 # --- for stages ------------------------------------------------------------------------------------------------------
@@ -101,9 +113,28 @@ def before_last_line(leave: Callable[[], None]) -> None:
 
 
 def wait_if_ending() -> None:
-    """Does not return once a signal has come; except inside ``held``, which is to finish."""
+    """Does not return once a signal ends this process; except inside ``held``, which is to finish."""
     if _number is not None and not _depth():
         threading.Event().wait()
+
+
+def wait_if_signalled(patience_s: float = 0.0) -> None:
+    """Does not return if a signal has come, or comes within ``patience_s``: whoever signals a group of processes
+    reaches one after the other.
+    """
+    deadline_s = time.monotonic() + (patience_s if _handled else 0.0)
+    while _came is None and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    if _came is not None:
+        threading.Event().wait()
+
+
+def follow(leader: ProcessId) -> None:
+    """From now on a signal to this process is one to ``leader``, which keeps what there is to keep; this one ends, in
+    silence, when the leader has.
+    """
+    global speaks, _follows, _leader
+    speaks, _follows, _leader = False, True, leader if leader.is_here else None
 
 
 def _depth() -> int:
@@ -123,8 +154,9 @@ def install() -> None:
     for number in ENDING:
         if signal.getsignal(number) is not signal.SIG_IGN:
             # Any handler of Python's makes the number go into the pipe.
-            signal.signal(number, lambda number, frame: None)
-            _handled.append(number)
+            for handled in (number, *([_PASSED_ON[number]] if number in _PASSED_ON else [])):
+                signal.signal(handled, lambda number, frame: None)
+                _handled.append(handled)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     threading.Thread(target=_watch, args=(reading,), name="signals", daemon=True).start()
 
@@ -150,17 +182,34 @@ def set_process(option: int, value: int) -> None:
 
 
 def _watch(reading: int) -> None:
-    global _number
+    global _came, _number
     came_s = 0.0
     while True:
-        for number in os.read(reading, 64):
+        for read in os.read(reading, 64):
+            number = _ORIGINAL.get(read, read)
             if number not in ENDING:
                 continue  # handled by others, such as torch
-            if _number is None:
-                _number, came_s = number, time.monotonic()
-                threading.Thread(target=_end, args=(number, came_s), name="ending", daemon=True).start()
-            elif time.monotonic() - came_s > _AGAIN_S:
+            if _came is None:
+                _came, came_s = number, time.monotonic()
+                _number = None if _follows else number
+                end = _end_after_leader if _follows else _end
+                threading.Thread(target=end, args=(number, came_s), name="ending", daemon=True).start()
+            elif read == number and time.monotonic() - came_s > _AGAIN_S:
+                _number = _came
                 _exit(f"{signal.Signals(number).name} again: what was on disk is kept; {CONTINUES}")
+
+
+def _end_after_leader(number: int, came_s: float) -> None:
+    global _number
+    if _leader is None or number not in _PASSED_ON:
+        time.sleep(_LEADER_S)
+    else:
+        with suppress(OSError):  # it may have ended
+            os.kill(_leader.pid, _PASSED_ON[number])
+        while _leader.is_running():
+            time.sleep(0.05)
+    _number = number
+    _exit("")
 
 
 def _end(number: int, came_s: float) -> None:

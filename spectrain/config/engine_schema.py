@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from spectrain.config.keys import Section, key, refuse_dash, require
+from spectrain.config.launcher_schema import VARIABLE
 from spectrain.errors import ConfigError
 
 _DEVICES = 4096
 _LONGEST_S = 1e7  # four months
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ class EngineConfig(Section, name="engine"):
             refuse_dash(f"engine.{name}", value)
         for name in self.environment:
             require(
-                _VARIABLE.fullmatch(name),
+                VARIABLE.fullmatch(name),
                 f"engine.environment.{name} is no name of a variable: use letters and digits",
             )
 

@@ -23,6 +23,7 @@ GROUP_FOLDERS = {
     "logger": "conf",
     "method": "recipes",
     "hardware": "recipes",
+    "launcher": "conf",
 }
 _PACKAGE = Path(__file__).resolve().parent.parent
 

@@ -59,6 +59,7 @@ GROUPS: dict[str, str | None] = {
     "trainer": "default",
     "suite": "heldout",
     "logger": "none",
+    "launcher": "local",
     # Pieces of recipes: they choose options of the groups above and set keys of any section.
     "method": None,
     "hardware": None,
@@ -218,11 +219,12 @@ def _sweep_settings(parsed: Sequence[Override], scratch: Path | None) -> list[st
     # A value with a slash (a path) would make folders of folders, a secret would be read by everybody, and no swept
     # value at all makes no name: number those.
     named = bool(swept) and not any("/" in str(o.input_line) or is_secret_key(str(o.key_or_group)) for o in swept)
+    tasks = {str(o.key_or_group) for o in swept} == {"run.task"}  # of one run, in its directory
     return [
         f"hydra.job.name={_APP}",
         "hydra.output_subdir=null",
         f"hydra.sweep.dir={quoted(str(folder))}" if folder else "hydra.sweep.dir=${run.dir}",
-        "hydra.sweep.subdir=${hydra.job.override_dirname}" if named else "hydra.sweep.subdir=${hydra.job.num}",
+        f"hydra.sweep.subdir={'.' if tasks else '${hydra.job.override_dirname}' if named else '${hydra.job.num}'}",
         f"hydra.job.config.override_dirname.exclude_keys=[{','.join(map(quoted, sorted(fixed)))}]",
     ]
 

@@ -18,10 +18,13 @@ from spectrain.config.drafter_schema import DrafterConfig
 from spectrain.config.engine_schema import EngineConfig, HiddenStatesConfig
 from spectrain.config.evaluation_schema import DecodingConfig, SuiteConfig
 from spectrain.config.keys import FILE_NAME_BYTES, Section, key, require
+from spectrain.config.launcher_schema import LauncherConfig
 from spectrain.config.plan_schema import PlanConfig
 from spectrain.config.publish_schema import PublishConfig
 from spectrain.config.target_schema import TargetConfig
 from spectrain.config.trainer_schema import TrainerConfig
+
+_TASKS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,26 @@ class RunConfig(Section, name="run"):
         "try the run from end to end in about a minute: a tiny random checkpoint of the target's architecture, few "
         "prompts and steps, on the CPU; in run.dir, or a folder of the same name with _smoke",
     )
+    task: int = key(
+        0,
+        "generate, capture: number of this task, from 0; of a Slurm array: $SLURM_ARRAY_TASK_ID",
+        at_least=0,
+        at_most=_TASKS,
+    )
+    tasks: int = key(
+        1,
+        "generate, capture: tasks that share the prompts out, each a process anywhere; of a Slurm array: "
+        "$SLURM_ARRAY_TASK_COUNT",
+        at_least=1,
+        at_most=_TASKS,
+    )
+
+    def _check(self) -> None:
+        require(
+            self.task < self.tasks,
+            f"run.task={self.task} is none of run.tasks={self.tasks}, which are counted from 0 (sbatch "
+            f"--array=0-{self.tasks - 1})",
+        )
 
 
 @dataclass(frozen=True)
@@ -72,6 +95,7 @@ class SpectrainConfig:
     decoding: DecodingConfig = key(make=DecodingConfig)
     suite: SuiteConfig = key(make=SuiteConfig)
     logger: LoggerConfig = key(make=LoggerConfig)
+    launcher: LauncherConfig = key(make=LauncherConfig)
     plan: PlanConfig = key(make=PlanConfig)
     publish: PublishConfig = key(make=PublishConfig)
     convert: ConvertConfig = key(make=ConvertConfig)

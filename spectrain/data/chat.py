@@ -25,10 +25,9 @@ from typing import Any
 
 from spectrain.data.bounded import RENDER_S, OutOfTimeError, RejectedError, render_template
 from spectrain.data.prompts import Conversation
-from spectrain.errors import InputError
+from spectrain.errors import EXCERPT_CHARS, InputError, text_difference
 from spectrain.target.spec import end_token_ids
 
-_EXCERPT_CHARS = 40
 _MARK = "placeholder"
 _ANCHORS = ("\n", ".", "a")  # texts after which a tokenizer that puts a blank before every text is asked for more
 
@@ -181,7 +180,7 @@ class ChatTemplate:
             if not full.startswith(prompt):
                 raise _AlteredError(
                     f"{conversation.where}: the target's chat template rewrites earlier text once turn {turn + 1} is "
-                    f"answered, so the answer cannot be imported: {_difference(prompt, full)}"
+                    f"answered, so the answer cannot be imported: {text_difference(prompt, full)}"
                 )
             prompt_lengths.append(len(prompt))
             spans.append(self._answer_span(conversation, turn, full, len(prompt)))
@@ -271,7 +270,7 @@ class ChatTemplate:
                 return start, end
         raise _AlteredError(
             f"{conversation.where}: the target's chat template alters the answer of turn {turn + 1}, so it cannot be "
-            f"imported: {_difference(answer.strip(), full[prompt_length:].lstrip())}"
+            f"imported: {text_difference(answer.strip(), full[prompt_length:].lstrip())}"
         )
 
     # Tokens
@@ -317,7 +316,7 @@ class ChatTemplate:
                 shift = start - len(anchor)
                 return ids[len(before) :], [(a + shift, b + shift) for a, b in encoded["offset_mapping"][len(before) :]]
         raise InputError(
-            f"the target's tokenizer cannot continue a text with {full[start : start + _EXCERPT_CHARS]!r} as an "
+            f"the target's tokenizer cannot continue a text with {full[start : start + EXCERPT_CHARS]!r} as an "
             f"answer: leave out the conversation's answers, or use a target with a byte-level tokenizer"
         )
 
@@ -391,15 +390,3 @@ def _unused_mark(conversation: Conversation) -> str:
     while mark in text:
         mark += "x"
     return mark
-
-
-def _difference(expected: str, found: str) -> str:
-    """Where two texts part, with a little of both."""
-    place = next(
-        (i for i, (a, b) in enumerate(zip(expected, found, strict=False)) if a != b), min(len(expected), len(found))
-    )
-    context = f"after {expected[max(0, place - _EXCERPT_CHARS) : place]!r}" if place else "at the start"
-    wanted, written = (
-        repr(text[place : place + _EXCERPT_CHARS]) if place < len(text) else "the end" for text in (expected, found)
-    )
-    return f"{context} it writes {written} where {wanted} was expected"

@@ -34,6 +34,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from spectrain.copies import read_either, write_twice
 from spectrain.errors import InputError
 from spectrain.files import check_digest, with_digest
 
@@ -158,7 +159,14 @@ class StoreIndex:
     @staticmethod
     def load(folder: Path) -> StoreIndex:
         """Raises ``InputError`` if the index is missing, broken, changed or of another version of the schema."""
-        path = folder / INDEX_NAME
+        return read_either(folder / INDEX_NAME, StoreIndex._read)
+
+    def write(self, folder: Path) -> None:
+        """Raises RunError if it cannot be written."""
+        write_twice(folder / INDEX_NAME, self.to_json(), "the index of the hidden states")
+
+    @staticmethod
+    def _read(path: Path) -> StoreIndex:
         try:
             fields = json.loads(path.read_text(encoding="utf-8"))
             version = fields["meta"]["schema_version"]
@@ -170,7 +178,7 @@ class StoreIndex:
             return StoreIndex(StoreMeta(**fields["meta"]), tuple(ShardRecord(**record) for record in fields["shards"]))
         except FileNotFoundError:
             raise InputError(
-                f"{folder} holds no hidden states ({INDEX_NAME} is missing): run `spectrain capture` first"
+                f"{path.parent} holds no hidden states ({INDEX_NAME} is missing): run `spectrain capture` first"
             ) from None
         except (ValueError, TypeError, KeyError, OSError) as error:
             raise InputError(f"{path} cannot be read ({error}): {_FOLDER_ADVICE}") from error

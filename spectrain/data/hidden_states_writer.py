@@ -27,7 +27,7 @@ from spectrain.data.hidden_states import (
 from spectrain.data.hidden_states_shard import ShardBuffer
 from spectrain.data.shard_damage import readable_shards, take_out
 from spectrain.errors import NotFiniteError, SpectrainError
-from spectrain.files import file_digest, remove_partials, write_atomically
+from spectrain.files import file_digest, remove_partials
 
 
 class HiddenStatesWriter:
@@ -138,8 +138,7 @@ class HiddenStatesWriter:
         self._done.update(keys)
 
     def _write_index(self) -> None:
-        index = StoreIndex(self.meta, tuple(self._shards))
-        write_atomically(self.folder / INDEX_NAME, index.to_json(), "the index of the hidden states")
+        StoreIndex(self.meta, tuple(self._shards)).write(self.folder)
 
     def _remove_leftovers(self) -> None:
         remove_partials(self.folder)

@@ -177,6 +177,10 @@ _SCHEMA = pa.schema(
 _PART_NAME = re.compile(r"part-(\d{5,})(?:-([0-9a-f]{16}))?\.parquet")  # earlier versions wrote no digest
 
 
+class DamagedPartError(InputError):
+    """A part is not what was written."""
+
+
 class ResponseStore:
     """A folder of Parquet parts ``part-00000-DIGEST.parquet`` …, one for each ``append``. One writer at a time; any
     number of readers.
@@ -208,6 +212,31 @@ class ResponseStore:
         with replacing(path, f"{len(rows)} responses", content.size) as partial:
             partial.write_bytes(content)
         return path
+
+    def set_aside_damaged(self) -> list[Path]:
+        """Rename the parts that are damaged, so that their responses count as missing. Returns their new names."""
+        renamed = []
+        for path in self._parts():
+            try:
+                _read(path, ["key"])
+            except DamagedPartError:
+                renamed.append(path.rename(path.with_name(f"{path.name}.damaged")))
+        return renamed
+
+    def take_over(self, other: ResponseStore) -> None:
+        """Move what another store holds into this one, a part at a time, but for responses that are here. After a kill
+        each is in one of the two, or in both.
+        """
+        for path in other._parts():
+            keys, known = _read(path, ["key"])["key"].to_pylist(), self.keys()
+            fresh = [key for key in keys if key not in known]
+            if len(fresh) == len(keys):
+                check_guarded(self.folder)
+                self.folder.mkdir(parents=True, exist_ok=True)
+                path.replace(self.folder / f"part-{self._next_number():05d}-{file_digest(path)[:16]}.parquet")
+            else:
+                self.append(other.load(fresh))
+                path.unlink()
 
     def keys(self) -> set[str]:
         """Keys of all stored responses. Raises InputError for a part that is damaged."""
@@ -274,7 +303,9 @@ def _read(path: Path, columns: list[str] | None = None) -> pa.Table:
                 )
             return file.read(columns=columns)
     except (pa.ArrowException, OSError) as error:
-        raise InputError(f"{path} cannot be read as responses ({str(error).splitlines()[0]}): {_REMOVE_IT}") from error
+        raise DamagedPartError(
+            f"{path} cannot be read as responses ({str(error).splitlines()[0]}): {_REMOVE_IT}"
+        ) from error
 
 
 def _verify(path: Path) -> None:
@@ -286,7 +317,9 @@ def _verify(path: Path) -> None:
     except OSError as error:
         raise InputError(f"{path} cannot be read ({error.strerror}): {_REMOVE_IT}") from error
     if not found.startswith(match[2]):
-        raise InputError(f"{path} has changed since it was written, its digest is not that of its name: {_REMOVE_IT}")
+        raise DamagedPartError(
+            f"{path} has changed since it was written, its digest is not that of its name: {_REMOVE_IT}"
+        )
 
 
 def _to_row(response: Response) -> dict[str, Any]:

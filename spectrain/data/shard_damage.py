@@ -77,7 +77,7 @@ def take_out(folder: Path, names: Iterable[str]) -> None:
     """
     index, names = StoreIndex.load(folder), set(names)
     kept = tuple(record for record in index.shards if record.file not in names)
-    write_atomically(folder / INDEX_NAME, dataclasses.replace(index, shards=kept).to_json(), "the index of the store")
+    dataclasses.replace(index, shards=kept).write(folder)
     for name in names:
         (folder / name).unlink(missing_ok=True)
 

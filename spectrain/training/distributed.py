@@ -17,9 +17,10 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -28,9 +29,10 @@ import torch
 from torch import distributed
 
 from spectrain import signals
-from spectrain.console import console
+from spectrain.console import console, say
 from spectrain.engines.vllm.args import available_cores
 from spectrain.errors import ConfigError, SpectrainError
+from spectrain.processes import ProcessId
 
 T = TypeVar("T")
 
@@ -115,6 +117,23 @@ class Ranks:
         distributed.all_gather_object(found, value, group=self.waiting)
         return found
 
+    @contextmanager
+    def keeping(self, keep: signals.Keep) -> Iterator[None]:
+        """``signals.keeping``; ``keep`` is called, too, where another rank is gone, which ends this one."""
+        with signals.keeping(keep):
+            try:
+                yield
+            except Exception as error:
+                if self.lost_a_peer(error):
+                    with signals.held(), suppress(SpectrainError):
+                        keep()
+                raise
+
+    def lost_a_peer(self, error: BaseException) -> bool:
+        """Whether ``error`` says that another rank is gone."""
+        told = not isinstance(error, SpectrainError) and any(word in str(error) for word in _LOST_PEER)
+        return self.count > 1 and told
+
     def is_ours_to_say(self, error: BaseException) -> bool:
         """Whether this rank reports ``error``: the first one does for all where all failed alike; whoever failed by
         itself does; one that lost another rank does not, because that one has.
@@ -123,7 +142,7 @@ class Ranks:
             return True
         if isinstance(error, PeerError):
             return False
-        if not isinstance(error, SpectrainError) and any(word in str(error) for word in _LOST_PEER):
+        if self.lost_a_peer(error):
             return False
         said: list[Any] = [None] * self.count
         try:
@@ -162,7 +181,10 @@ def joined() -> Iterator[Ranks]:
         distributed.new_group(backend="gloo", timeout=_AGREE),
     )
     console.quiet = not ranks.is_first
-    signals.speaks = ranks.is_first
+    leader = [ProcessId.of_this()]
+    distributed.broadcast_object_list(leader, src=0, group=ranks.waiting)
+    if not ranks.is_first:
+        signals.follow(leader[0])
     signals.end_with_parent()  # torch's launcher, killed, would leave its ranks behind
     try:
         yield ranks
@@ -213,7 +235,7 @@ def count_devices(wanted: str) -> int:
 
 def launch(count: int, arguments: Sequence[str]) -> int:
     """Run ``spectrain ARGUMENTS`` as ``count`` ranks on this machine, and return the exit code of the one that failed
-    first, or 0.
+    first, or 0. Of a rank that was killed, which could say nothing, says so.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -233,12 +255,26 @@ def launch(count: int, arguments: Sequence[str]) -> int:
         rdzv_endpoint="localhost:0",
         max_restarts=0,  # a run resumes by the same command, once somebody has read why it ended
         monitor_interval=0.2,
+        signals_to_handle=",".join(signal.Signals(number).name for number in (*signals.ENDING, signal.SIGQUIT)),
     )
     try:
         elastic_launch(config, sys.executable)("-m", "spectrain", *arguments)
     except ChildFailedError as error:
+        _say_which_was_killed(error.failures)
         _, first = error.get_first_failure()
         return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
     except SignalException as error:
         return 128 + int(error.sigval)
     return 0
+
+
+def _say_which_was_killed(failures: Mapping[int, Any]) -> None:
+    """A rank that was killed could not say it, and the others know only that it is gone."""
+    for rank, failure in sorted(failures.items()):
+        if failure.exitcode < 0 and -failure.exitcode not in signals.ENDING:
+            name = signal.Signals(-failure.exitcode).name
+            say(
+                f"error: rank {rank} was ended by {name} (by somebody, or for want of memory), and the others with it; "
+                f"what was made is kept; {signals.CONTINUES}"
+            )
+            return

@@ -157,7 +157,7 @@ class Trainer:
         with (
             ProgressBar("fit", total=total, unit="steps", done=first) as bar,
             self._batches(first) as batches,
-            signals.keeping(self._keep),
+            self.ranks.keeping(self._keep),
         ):
             if not self.evaluated:
                 self._evaluate_and_save()

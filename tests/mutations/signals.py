@@ -3,7 +3,7 @@
 from mutation import Mutation
 
 SIGNALS = "tests/unit/test_signals.py"
-STOPS = "tests/pipeline/test_stops.py"
+STOPS = "tests/faults/test_stops.py"
 
 MUTATIONS = (
     Mutation(
@@ -16,7 +16,7 @@ MUTATIONS = (
     Mutation(
         "an error of what was ended is reported",
         "spectrain/cli.py",
-        "        signals.wait_if_ending()  # whoever was at work for us is gone already\n",
+        "        signals.wait_if_signalled(_SIGNAL_S if error.exit_code == 1 else 0.0)\n",
         "",
         (f"{SIGNALS}::test_errors_of_what_was_ended_are_not_reported",),
     ),

@@ -142,14 +142,14 @@ MUTATIONS = (
         STAGES + "eval.py",
         'outputs.get("records") or [outputs.get("record", "")]',
         '[outputs.get("record", "")]',
-        ("tests/pipeline/test_damage.py",),
+        ("tests/faults/test_damage.py",),
     ),
     Mutation(
         "states that are there count for the disk",
         STAGES + "checks.py",
         "    if decision.skip:\n        return [], 0\n",
         "    if decision.skip:\n        return asked, 0\n",
-        ("tests/pipeline/test_damage.py",),
+        ("tests/faults/test_damage.py",),
     ),
     Mutation(
         "states of another precision are the same states",

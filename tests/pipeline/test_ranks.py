@@ -135,7 +135,7 @@ def test_an_error_that_all_ranks_meet_in_training_is_said_once(arguments, two, t
     assert len([line for line in said.splitlines() if line.startswith("error")]) == 1
 
 
-@pytest.mark.parametrize("whom", ["launcher", "a rank"])
+@pytest.mark.parametrize("whom", ["launcher", "rank 1"])
 def test_killed_on_two_ranks_and_resumed_on_one_and_on_two(whom, arguments, alone, two, tmp_path):
     """Every document is seen once an epoch, whatever the number of ranks it goes on with."""
     path = Path(shutil.copytree(two[0], tmp_path / "run"))
@@ -143,7 +143,8 @@ def test_killed_on_two_ranks_and_resumed_on_one_and_on_two(whom, arguments, alon
         shutil.rmtree(path / output)
     (path / "metrics.jsonl").unlink()
     command = ["fit", *arguments, "trainer.epochs=4", f"run.dir={path}"]
-    kill_when(start(SPECTRAIN, [*command, "trainer.devices=2"]), path, "step-00000002", whom)
+    said = kill_when(start(SPECTRAIN, [*command, "trainer.devices=2"]), path, "step-00000002", whom)
+    assert ("error: rank 1 was ended by SIGKILL" in said) == (whom == "rank 1")
     said = kill_when(start(SPECTRAIN, command), path, "step-00000005", "launcher", signal.SIGTERM)
     assert said.count("stopped by SIGTERM: fit keeps") == 1
     code, said = run(SPECTRAIN, [*command, "trainer.devices=2"])
@@ -155,16 +156,24 @@ def test_killed_on_two_ranks_and_resumed_on_one_and_on_two(whom, arguments, alon
     assert len(set(trained.values())) == 1  # of every epoch: the positions of all documents
 
 
-def test_sigterm_of_the_launcher_keeps_what_was_made(arguments, two, tmp_path):
+def test_signals_to_the_launcher_and_to_each_rank(arguments, two, tmp_path):
+    """Whoever gets it, all end with its code and one line, and the same command goes on to the same drafter."""
     path = Path(shutil.copytree(two[0], tmp_path / "run"))
-    command = ["fit", *arguments, "trainer.seed=5", "trainer.devices=2", f"run.dir={path}"]
-    process = start(SPECTRAIN, command)
-    said = kill_when(process, path, "step-00000002", "launcher", signal.SIGTERM, newer_than=time.time())
-    assert process.returncode == 143
-    assert said.count("stopped by SIGTERM: fit keeps") == 1
+    for output in ("checkpoints", "drafter"):
+        shutil.rmtree(path / output)
+    command = ["fit", *arguments, "trainer.devices=2", f"run.dir={path}"]
+    moments = [("launcher", signal.SIGUSR1, 138, 2), ("rank 1", signal.SIGUSR1, 138, 3)]
+    moments += [("rank 0", signal.SIGTERM, 143, 4)]
+    for whom, number, code, step in moments:
+        process = start(SPECTRAIN, command)
+        said = kill_when(process, path, f"step-{step:08d}", whom, number)
+        assert process.returncode == code, said
+        assert said.count(f"stopped by {number.name}: fit keeps") == 1
+        assert "error" not in said
     code, said = run(SPECTRAIN, command)
     assert code == 0
     assert "resuming after step" in said
+    assert (path / "drafter/model.safetensors").read_bytes() == (two[0] / "drafter/model.safetensors").read_bytes()
 
 
 def kill_when(
@@ -173,18 +182,17 @@ def kill_when(
     checkpoint: str,
     whom: str,
     number: signal.Signals = signal.SIGKILL,
-    newer_than: float = 0.0,
 ) -> str:
     """A signal once a checkpoint of that name is there, or a newer one. Returns what went to stderr."""
     until = time.monotonic() + 240
-    while max((f.name for f in path.glob("checkpoints/step-*") if mtime(f) > newer_than), default="") < checkpoint:
+    while max((f.name for f in path.glob("checkpoints/step-*")), default="") < checkpoint:
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < until
         time.sleep(0.02)
     victim = process.pid
-    if whom == "a rank":
+    if whom.startswith("rank"):
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        victim = int(children[-1])
+        victim = int(children[int(whom.split()[1]) - 2])
     os.kill(victim, number)
     _, said = process.communicate(timeout=60)
     assert process.returncode != 0
@@ -193,13 +201,6 @@ def kill_when(
         assert time.monotonic() < deadline
         time.sleep(0.1)
     return said
-
-
-def mtime(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except FileNotFoundError:  # pruned meanwhile
-        return 0.0
 
 
 def running_commands() -> list[str]:

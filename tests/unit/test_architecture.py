@@ -20,8 +20,8 @@ from spectrain.config.overrides import all_keys, sections
 PACKAGE = Path(__file__).parents[2] / "spectrain"
 # An import may only point to the left.
 ORDER = (
-    *("errors", "masking", "files", "reading", "signals", "console", "config", "target", "data", "decoding"),
-    *("drafters", "engines", "training", "evaluation", "hub", "stages", "cli"),
+    *("errors", "masking", "files", "reading", "processes", "signals", "console", "copies", "config", "target", "data"),
+    *("decoding", "drafters", "engines", "training", "evaluation", "hub", "stages", "cli"),
 )
 LONGEST = 400
 MODULES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))

@@ -13,6 +13,7 @@ from spectrain.config.help_text import command_help, example_of, explain, help_o
 from spectrain.config.loading import compose
 from spectrain.config.overrides import all_keys, sections
 from spectrain.errors import ConfigError, RunError
+from spectrain.stages import launching
 
 
 @pytest.fixture(autouse=True)
@@ -285,4 +286,4 @@ def test_a_process_knows_from_its_environment_how_many_ranks_were_launched(monke
         monkeypatch.delenv(name)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert cli.launched() == ranks
+    assert launching.launched() == ranks

@@ -48,9 +48,7 @@ def end(process, *numbers):
     return process.returncode, err
 
 
-@pytest.mark.parametrize(
-    ("name", "code"), [("SIGTERM", 143), ("SIGHUP", 129), ("SIGINT", 130)], ids=["SIGTERM", "SIGHUP", "SIGINT"]
-)
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGHUP", 129), ("SIGINT", 130), ("SIGUSR1", 138)])
 def test_what_is_in_memory_is_kept_and_one_line_says_so(tmp_path, name, code):
     """The main thread waits where it never comes back to Python, as in a long pass of the target."""
     process = start(tmp_path, KEEPS + "ready()\n    lock = threading.Lock(); lock.acquire(); lock.acquire()")
@@ -156,3 +154,68 @@ def test_without_a_terminal_that_reads_it_ends_all_the_same(tmp_path):
     process.send_signal(signal.SIGHUP)
     assert process.wait(PATIENCE_S) == 129
     assert (tmp_path / "kept").exists()
+
+
+# A leader that needs a while to keep what it has, and a follower that works on meanwhile.
+LEADS = KEEPS.replace("signals.keeping(keep)", "signals.keeping(lambda: [time.sleep(1.5), keep()][1])") + WAITS
+FOLLOWS = (
+    BEGIN
+    + """
+from dataclasses import replace
+leader = signals.ProcessId.of_this()
+from spectrain.processes import _state_and_start
+pid = int(sys.argv[2])
+signals.follow(replace(leader, pid=pid, started=_state_and_start(pid)[1]))
+with signals.keeping(lambda: (folder / "mine").touch() or "mine"):
+    ready()
+    while True:
+        with signals.held():
+            (folder / "works").write_text(str(time.monotonic_ns()))
+        time.sleep(0.01)
+"""
+)
+
+
+def start_follower(folder, leader):
+    process = subprocess.Popen(
+        [sys.executable, "-c", FOLLOWS, str(folder), str(leader.pid)], stderr=subprocess.PIPE, text=True
+    )
+    wait_for(folder / "ready")
+    return process
+
+
+@pytest.mark.parametrize("also_the_leader", [False, True])
+def test_a_follower_has_its_leader_keep_and_ends_after_it(tmp_path, also_the_leader):
+    """Whoever of the two got the signal: one line, the leader's, and one code."""
+    folders = [tmp_path / "leader", tmp_path / "follower"]
+    for folder in folders:
+        folder.mkdir()
+    leader = start(folders[0], LEADS)
+    follower = start_follower(folders[1], leader)
+    follower.send_signal(signal.SIGUSR1)
+    if also_the_leader:
+        leader.send_signal(signal.SIGUSR1)
+    _, said = leader.communicate(timeout=PATIENCE_S)
+    ended_ns = time.monotonic_ns()
+    _, silence = follower.communicate(timeout=PATIENCE_S)
+    assert (leader.returncode, said) == (138, "stopped by SIGUSR1: 3 of 7 answers are stored\n")
+    assert (follower.returncode, silence) == (138, "")
+    assert not (folders[1] / "mine").exists()
+    assert ended_ns - int((folders[1] / "works").read_text()) < 1e9  # it worked on until the leader had ended
+
+
+def test_a_process_is_known_from_another_that_got_its_number(tmp_path):
+    from dataclasses import replace
+
+    from spectrain.processes import ProcessId
+
+    this = ProcessId.of_this()
+    assert this.is_running() and this.is_here
+    assert replace(this, started="1").is_running() is False
+    assert replace(this, boot="another").is_running() is False  # the machine was started anew
+    assert replace(this, host="elsewhere", boot="b").is_running() is None
+    assert replace(this, namespace="pid:[1]").is_running() is None  # another container
+    child = subprocess.Popen([sys.executable, "-c", "pass"])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert replace(this, pid=child.pid, started="1").is_running() is False
+    child.wait()

@@ -316,7 +316,7 @@ class Eagle3Method(AutoregressiveMethod):
             "architectures": ["Eagle3Qwen3ForCausalLM" if layer["model_type"] == "qwen3" else "LlamaForCausalLMEagle3"],
             **flat_layer(layer),
             **({"draft_vocab_size": standard["draft_vocab_size"]} if reduced else {}),
-            **{name: standard[name] for name in (self.taps_field, *_SWITCHES)},
+            **{name: standard[name] for name in (self.taps_field, *self.switches)},
         }
 
     def foreign_tensors(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -52,7 +52,8 @@ def main() -> int:
     set_process(CHILD_SUBREAPER, 1)  # elsewhere than on Linux the pipe alone must do
     told: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for ignored in (signal.SIGINT, signal.SIGUSR1):  # of a group, or of a whole Slurm step: they are for the parent
+        signal.signal(ignored, signal.SIG_IGN)
     try:
         return _watch(options.command[1:], options.grace, told)
     finally:

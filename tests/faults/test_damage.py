@@ -100,18 +100,41 @@ def test_a_drafter_whose_configuration_is_cut_is_made_again_and_a_changed_one_is
     assert load_drafter(path.parent)
 
 
-def test_damaged_responses_are_named_and_only_theirs_are_asked_again(spectrain, run_dir):
+def test_damaged_responses_are_kept_aside_and_only_theirs_are_asked_again(spectrain, run_dir):
     (part,) = (run_dir / "responses").glob("part-*")
     store = {response.key: response.input_ids.tolist() for response in ResponseStore(part.parent).load()}
     flip(part, 200)
-    for command in ("generate", "run"):
-        code, said = spectrain(command)
-        assert (code, said.count("\n")) == (2, 1)
-        assert str(part) in said and "remove it and run generate again" in said
-    part.unlink()
-    code, said = spectrain("generate")
-    assert code == 0
+    code, said = spectrain("run")
+    assert code == 0 and f"{part} is damaged: its prompts are answered again" in said
+    assert "capture: unchanged, skipped" in said  # the same answers
+    assert part.with_name(f"{part.name}.damaged").is_file()
     assert {response.key: response.input_ids.tolist() for response in ResponseStore(part.parent).load()} == store
+
+
+def test_responses_of_another_version_are_not_taken_for_damaged(spectrain, run_dir, monkeypatch):
+    monkeypatch.setattr("spectrain.data.responses.SCHEMA_VERSION", "2")
+    code, said = spectrain("generate")
+    assert (code, said.count("\n")) == (2, 1) and "schema version 1" in said
+    assert len(list((run_dir / "responses").glob("part-*.parquet"))) == 1
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "hidden_states/index.json"])
+@pytest.mark.parametrize("how", ["flipped", "cut short", "empty"])
+def test_of_the_manifest_and_the_index_there_is_a_copy(spectrain, run_dir, name, how, monkeypatch):
+    monkeypatch.setattr("spectrain.copies._said", set())
+    path = run_dir / name
+    copy, whole = path.with_name(f"{path.stem}.copy.json"), path.read_bytes()
+    assert copy.read_bytes() == whole
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 1
+    path.write_bytes({"flipped": flipped, "cut short": whole[: len(whole) // 2], "empty": b""}[how])
+    code, said = spectrain("fit")
+    assert code == 0 and f"{path} is damaged: its copy, {copy.name}, is used" in said
+    assert "fit: unchanged, skipped" in said
+    path.write_bytes(b"{")
+    copy.write_bytes(b"{")
+    code, said = spectrain("capture")
+    assert (code, said.count("\n")) == (2, 1) and str(path) in said
 
 
 def test_a_baselines_record_that_is_gone_or_damaged_is_made_again(spectrain, run_dir):
