@@ -8,11 +8,11 @@ import errno
 import os
 import re
 import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from disks import mounted
 from drafter_tools import Options, random_drafter
 from test_checkpointing import Training
 from test_hidden_states import make_meta, make_states, shard_of_tokens
@@ -32,14 +32,8 @@ from spectrain.stages.run_dir import Inputs, RunDir
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A disk of 1 MB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], capture_output=True).returncode:
-        pytest.skip("this user may not mount a disk")
-    try:
+    with mounted(tmp_path / "disk", "1m") as disk:
         yield disk
-    finally:
-        subprocess.run(["umount", "-l", disk], check=True)
 
 
 def fill_up(disk: Path) -> Path:
