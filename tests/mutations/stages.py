@@ -298,4 +298,25 @@ MUTATIONS = (
         "        if self._answered:\n",
         ("tests/pipeline/test_resumed_sampling.py",),
     ),
+    Mutation(
+        "shares of tasks overlap",
+        "spectrain/stages/array_tasks.py",
+        "side[run.task :: run.tasks]",
+        "side[run.task :]",
+        ("tests/faults/test_array_tasks.py::test_generated_by_tasks_then_captured_by_tasks",),
+    ),
+    Mutation(
+        "a damaged shard of a task is merged",
+        "spectrain/stages/array_tasks.py",
+        "if file_digest(shard.path) == shard.record.sha256:",
+        "if True:",
+        ("tests/faults/test_array_tasks.py::test_a_damaged_shard_of_a_task_is_captured_again",),
+    ),
+    Mutation(
+        "a file of another version counts as damaged",
+        "spectrain/data/responses.py",
+        "            except DamagedPartError:\n",
+        "            except InputError:\n",
+        ("tests/faults/test_damage.py::test_responses_of_another_version_are_not_taken_for_damaged",),
+    ),
 )
