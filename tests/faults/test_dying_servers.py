@@ -1,4 +1,4 @@
-"""vLLM servers that die while they answer. They are stand-ins, without a model, whose answers follow from the prompt."""
+"""vLLM servers that die while they answer: stand-ins without a model, whose answers follow from the prompt."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ def test_a_server_that_dies_is_given_up_on_and_its_work_is_done_by_the_other(gen
 
 
 def test_when_all_have_died_what_was_answered_is_kept_and_the_same_command_goes_on(generate, tmp_path):
-    assert generate("undisturbed", None)[0] == 0
+    code, _, (whole,) = generate("undisturbed", None)
+    assert code == 0
     code, said, _ = generate("run", 4, 6)
     assert code == 1
     assert [line for line in said.splitlines() if line.startswith("error")] == [said.splitlines()[-1]]
@@ -74,6 +75,4 @@ def test_when_all_have_died_what_was_answered_is_kept_and_the_same_command_goes_
     code, said, asked = generate("run", None)
     assert code == 0
     assert contents(tmp_path / "run") == contents(tmp_path / "undisturbed")
-    assert (
-        sum(asked) < len(contents(tmp_path / "run")["responses"]) + 5
-    )  # further turns; what was kept is not asked again
+    assert asked[0] <= whole - kept  # what was kept is not asked again
