@@ -15,6 +15,7 @@ one from a worker takes the trainer 5 ms. So there is nothing to gain there, and
 from __future__ import annotations
 
 import re
+import signal
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -98,6 +99,7 @@ class BatchLoader:
             prefetch_factor=prefetch if workers else None,
             multiprocessing_context="spawn" if workers else None,
             collate_fn=_as_it_is,
+            worker_init_fn=_ignore_warnings if workers else None,
             pin_memory=device.type == "cuda",
             # Without one of its own, torch would draw the workers' seed from the random stream of the process.
             generator=torch.Generator(),
@@ -133,6 +135,11 @@ class BatchLoader:
         # A worker that dies makes torch raise in the main thread, from a signal handler, whatever runs there.
         if isinstance(error, RuntimeError) and _DEAD_WORKER.match(str(error)):
             raise _worker_died(error) from error
+
+
+def _ignore_warnings(number: int) -> None:
+    """Slurm warns all processes of a step: what is to be done about it, the one that trains does."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 def _worker_died(error: Exception) -> RunError:

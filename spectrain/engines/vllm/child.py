@@ -109,6 +109,7 @@ class Speculation:
 
 def main() -> None:
     """Runs until the parent wants no more, is gone, or vLLM fails; never returns to a half-ended vLLM."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Slurm warns all processes of a step: the parent ends this one
     channel = Channel(sys.stdin, os.fdopen(int(sys.argv[1]), "w", encoding="utf-8"))
     first = channel.orders.get()
     try:
