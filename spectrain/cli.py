@@ -281,8 +281,10 @@ class SweepJob:
 
 def _multirun(line: CommandLine, command: Command) -> None:
     from spectrain.config.loading import given_keys, multirun, sweep_jobs
+    from spectrain.config.overrides import check_launcher
     from spectrain.stages.checks import check_config, prepare
 
+    check_launcher(line.overrides)
     # A mistake in the last job must not wait for the first ones.
     jobs, given = sweep_jobs(line.overrides), given_keys(line.overrides)
     if any(config.run.smoke for config in jobs):

@@ -139,6 +139,7 @@ def multirun(overrides: Sequence[str], job: Callable[[DictConfig], float | None]
     pickled.
     """
     lines, parsed = read_overrides(overrides)
+    os.environ.setdefault("SUBMITIT_PREEMPT_SIGNAL", "USR1")  # the warning of its jobs: one that we keep things on
     with one_line():
         _register(parsed)
         main = hydra.main(version_base=_HYDRA_VERSION, config_path=_first_root(), config_name=_PRIMARY)(job)

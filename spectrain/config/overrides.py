@@ -17,6 +17,7 @@ import difflib
 import itertools
 import math
 import re
+import shutil
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,8 +34,9 @@ from omegaconf.errors import OmegaConfBaseException
 from spectrain.config.folders import GROUP_FOLDERS, group_options
 from spectrain.config.keys import describe, is_mapping, key_types, without_null
 from spectrain.config.schema import SpectrainConfig
-from spectrain.errors import ConfigError
+from spectrain.errors import ConfigError, RunError
 from spectrain.masking import MASK, MaskedText, is_secret_key, mask_override
+from spectrain.signals import CONTINUES
 
 
 def build(values: Mapping[str, Any]) -> SpectrainConfig:
@@ -299,9 +301,19 @@ def _unknown_option(group: str, option: str) -> ConfigError:
 # --- errors --------------------------------------------------------------------------------------------------------
 
 
+def check_launcher(overrides: Sequence[str]) -> None:
+    """ConfigError for a launcher of sweeps that cannot start anything here."""
+    for override in read_overrides(overrides)[1]:
+        if override.key_or_group == "hydra/launcher" and "slurm" in str(override.value()) and not shutil.which("srun"):
+            raise ConfigError(
+                f"hydra/launcher={override.value()}: this machine has no srun: start it where Slurm is, or use "
+                f"hydra/launcher=submitit_local"
+            )
+
+
 @contextmanager
 def one_line() -> Iterator[None]:
-    """Errors of Hydra, OmegaConf and YAML as one line of ours."""
+    """Errors of Hydra, its launchers, OmegaConf and YAML as one line of ours."""
     try:
         yield
     except MissingConfigException as error:
@@ -315,6 +327,13 @@ def one_line() -> Iterator[None]:
         cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else None
         detail = f" ({first_line(cause)})" if cause else ""
         raise ConfigError(f"cannot compose the configuration: {first_line(error)}{detail}") from error
+    except RuntimeError as error:
+        if not type(error).__module__.startswith("submitit"):
+            raise
+        raise RunError(
+            f"a job of the sweep has not ended well ({first_line(error)[:200]}): its log is in .submitit of the sweep's "
+            f"folder; {CONTINUES}"
+        ) from error
 
 
 def first_line(error: BaseException) -> str:

@@ -6,12 +6,17 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from tiny import tiny_target
+from workplace import make
+
+from spectrain import cli
 
 pytest.importorskip("cloudpickle")
 
@@ -89,6 +94,66 @@ def sweep(tmp_path):
         return subprocess.run(command, cwd=working_dir, env=environment, capture_output=True, text=True, check=False)
 
     return run
+
+
+@pytest.fixture
+def tiny_run(tmp_path):
+    """Arguments of a sweep over one value, by submitit on this machine, and the folder of its job."""
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    path = tmp_path / "sweep"
+    given = ["fit", "-m", "hydra/launcher=submitit_local", *make(tmp_path), "trainer.seed=choice(3)", f"run.dir={path}"]
+    return [sys.executable, "-m", "spectrain", *given, "trainer.checkpoint_every_steps=1"], path / "trainer.seed=3"
+
+
+@pytest.mark.slow
+def test_a_job_of_submitit_is_warned_and_goes_on(tiny_run):
+    command, path = tiny_run
+    long = [*command, "trainer.epochs=2000"]
+    with subprocess.Popen(long, stderr=subprocess.PIPE, text=True) as sweep:
+        deadline = time.monotonic() + 240
+        while not list(path.glob("checkpoints/step-*")):
+            assert sweep.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        (job,) = {int(log.name.split("_")[0]) for log in path.parent.glob(".submitit/*/*_log.err")}
+        os.kill(job, signal.SIGUSR1)  # its number is that of its process
+        _, said = sweep.communicate(timeout=120)
+    (log,) = path.parent.glob(f".submitit/{job}/*_log.err")
+    assert "stopped by SIGUSR1: fit keeps" in log.read_text()
+    assert sweep.returncode == 1
+    assert [line for line in said.splitlines() if line.startswith("error: a job of the sweep")]
+    kept = max(path.glob("checkpoints/step-*")).name
+    done = subprocess.run([*command, "trainer.epochs=2"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (path / "drafter/model.safetensors").is_file()
+    assert kept > "step-00000000"
+
+
+def test_where_slurm_is_not_a_line_says_so_before_work(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    given = [*make(tmp_path), "trainer.seed=1,2", f"run.dir={tmp_path / 'sweep'}"]
+    assert cli.main(["fit", "-m", "hydra/launcher=slurm_mi300x", *given]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "hydra/launcher=slurm_mi300x" in said
+    assert not (tmp_path / "sweep").exists()
+
+
+def test_the_shipped_launcher_of_slurm_composes(monkeypatch, tmp_path):
+    """What submitit is given: eight ranks on a node, and how they find each other."""
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    found = {}
+
+    def launch(launcher, job_overrides, initial_job_idx):
+        found.update(launcher.params)
+        raise RuntimeError("not here")
+
+    monkeypatch.setattr("shutil.which", lambda name: "/bin/true")
+    monkeypatch.setattr("hydra_plugins.hydra_submitit_launcher.submitit_launcher.SlurmLauncher.launch", launch)
+    given = [*make(tmp_path), "run.task=0,1", "run.tasks=2", f"run.dir={tmp_path / 'run'}"]
+    assert cli.main(["capture", "-m", "hydra/launcher=slurm_mi300x", "hydra.launcher.partition=gpu", *given]) == 1
+    wanted = {"tasks_per_node": 8, "gpus_per_node": 8, "nodes": 1, "partition": "gpu", "signal_delay_s": 120}
+    assert {name: found[name] for name in wanted} == wanted
+    assert any("MASTER_ADDR" in line for line in found["setup"])
+    assert os.environ["SUBMITIT_PREEMPT_SIGNAL"] == "USR1"
 
 
 def test_jobs_in_other_processes(sweep, tmp_path):
