@@ -331,8 +331,8 @@ def one_line() -> Iterator[None]:
         if not type(error).__module__.startswith("submitit"):
             raise
         raise RunError(
-            f"a job of the sweep has not ended well ({first_line(error)[:200]}): its log is in .submitit of the sweep's "
-            f"folder; {CONTINUES}"
+            f"a job of the sweep has not ended well ({first_line(error)[:200]}): its log is in .submitit of its "
+            f"sweep's folder; {CONTINUES}"
         ) from error
 
 
