@@ -125,7 +125,7 @@ def sweep_jobs(overrides: Sequence[str]) -> list[SpectrainConfig]:
     another sweeper chooses the values.
     """
     lines, parsed = read_overrides(overrides)
-    users = [line for line in lines if line.startswith("hydra.")]
+    users = [line for line in lines if line.startswith(("hydra.", "hydra/launcher="))]
     settings = [*_sweep_settings(parsed, None), *users]
     jobs = [[*job, *settings, f"hydra.job.num={number}"] for number, job in enumerate(product(parsed))]
     return _compose_all(parsed, jobs, _job_values)
