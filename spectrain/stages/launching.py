@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from spectrain import signals
 from spectrain.config.commands import Command
 from spectrain.config.schema import SpectrainConfig
 from spectrain.console import say
@@ -35,6 +36,8 @@ def ranks_of_launcher() -> Iterator[Ranks | None]:
     if launched() == 1:
         yield None
         return
+    # Until they have joined, a signal to all of them is said by one, too.
+    signals.speaks = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
     from spectrain.training.distributed import joined
 
     with joined() as ranks:
