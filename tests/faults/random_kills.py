@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -45,7 +45,6 @@ class Workplace:
         begin.mkdir()
         for command, after in (("generate", "capture"), ("capture", "fit"), ("fit", "eval"), ("eval", "nothing")):
             self._copy_and_run(f"before {command}", f"before {after}", self.command(command))
-        self._copy_and_run("before fit", "two ranks", self.command("a rank of two"))
 
     def _copy_and_run(self, before: str, after: str, command: list[str]) -> None:
         path = Path(shutil.copytree(self.folder / before, self.folder / after))
@@ -63,7 +62,11 @@ class Workplace:
 
     def after(self, kind: str) -> Path:
         following = {"generate": "capture", "capture": "fit", "fit": "eval", "eval": "nothing"}
-        return self.folder / (f"before {following[kind]}" if kind in following else "two ranks")
+        if kind in following:
+            return self.folder / f"before {following[kind]}"
+        if not (self.folder / "two ranks").exists():
+            self._copy_and_run("before fit", "two ranks", self.command(kind))
+        return self.folder / "two ranks"
 
 
 @dataclass
@@ -161,10 +164,14 @@ def _running() -> list[str]:
     return found
 
 
-def all_kinds(place: Workplace, kills: int, seed: int, say: Callable[[str], object] = print) -> dict[str, Tally]:
-    """``kills`` in proportion to SHARES, at least one of each."""
+def all_kinds(
+    place: Workplace, kills: int, seed: int, kinds: Collection[str] = SHARES, say: Callable[[str], object] = print
+) -> dict[str, Tally]:
+    """``kills`` in proportion to SHARES, at least one of each; of these, those of ``kinds``."""
     found, total = {}, sum(SHARES.values())
     for kind, share in SHARES.items():
+        if kind not in kinds:
+            continue
         began = time.monotonic()
         wanted = max(1, round(kills * share / total))
         found[kind] = tally = disturb(place, kind, wanted, random.Random(f"{seed} {kind}"))
@@ -180,11 +187,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--kills", type=int, default=64)
     parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument("--only", nargs="+", choices=tuple(SHARES), default=tuple(SHARES), help="of all kills, these")
     options = parser.parse_args()
     seed = random.randrange(1 << 31) if options.seed is None else options.seed
     print(f"seed {seed}")  # noqa: T201
     with tempfile.TemporaryDirectory() as folder:
-        found = all_kinds(Workplace(Path(folder)), options.kills, seed)
+        found = all_kinds(Workplace(Path(folder)), options.kills, seed, options.only)
     print(f"{sum(tally.kills for tally in found.values())} kills, all ended as if undisturbed")  # noqa: T201
 
 
