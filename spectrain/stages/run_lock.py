@@ -168,14 +168,13 @@ def _owned(folder: Path) -> Iterator[Callable[[], bool]]:
 
 def _take(path: Path, this: _Owner) -> None:
     """Make ``path`` say that this process is the owner."""
-    process = this.process
-    fresh = path.with_name(f".owner-{process.host}-{process.pid}.new")
+    fresh = path.with_name(f".owner-{this.process.host}-{this.process.pid}.new")
     fresh.write_text(json.dumps(asdict(this)), encoding="utf-8")
+    now_s = fresh.stat().st_mtime  # by the clock of the file system
     try:
         sync(fresh)
-        while not _appears(fresh, path):
-            _remove_ended(path, this, now_s=fresh.stat().st_mtime)
-        now_s = fresh.stat().st_mtime
+        while not _appears(fresh, path) and not _follow(path, fresh, this, now_s):
+            pass
     finally:
         fresh.unlink(missing_ok=True)
     for left in path.parent.glob(".owner-*"):  # by kills
@@ -207,24 +206,33 @@ def _appears(fresh: Path, path: Path) -> bool:
     return True
 
 
-def _remove_ended(path: Path, this: _Owner, now_s: float) -> None:
-    """Remove the file of an owner that has surely ended. ``now_s``: by the clock of the file system."""
-    try:
-        owner, silent_s = _Owner.read(path), now_s - path.stat().st_mtime
-    except FileNotFoundError:
-        return
-    if not owner.has_ended(this):
-        if owner.process.is_running() or silent_s < _SILENT_S:
-            raise _in_use(path.parent, str(owner.process))
-        raise InputError(
-            f"run.dir={path.parent} was in use by {owner.process}, which has given no sign of life for "
-            f"{silent_s / 60:.0f} minutes: if it has ended, remove {path}, and the same command continues"
-        )
-    # Moved first, and looked at: another process may have done the same, and be the owner by now.
-    aside = path.with_name(f".owner-{this.process.host}-{this.process.pid}.ended")
+def _follow(path: Path, fresh: Path, this: _Owner, now_s: float) -> bool:
+    """Put ``fresh`` in the place of an owner that has surely ended. False: there is none any more, try again."""
+    # One process at a time looks and replaces; whoever is killed meanwhile leaves a file that is old soon.
+    taking = path.with_name(".owner-taking.new")
     with suppress(FileNotFoundError):
-        os.replace(path, aside)
-        if _Owner.read(aside) != owner:
-            with suppress(FileExistsError):
-                os.link(aside, path)
-        aside.unlink()
+        if now_s - taking.stat().st_mtime > _SILENT_S:
+            taking.unlink()
+    if not _appears(fresh, taking):
+        raise _in_use(path.parent, "another process, which has just begun")
+    try:
+        _check_ended(path, this, now_s)
+        os.replace(fresh, path)
+    except FileNotFoundError:
+        return False
+    finally:
+        taking.unlink(missing_ok=True)
+    return True
+
+
+def _check_ended(path: Path, this: _Owner, now_s: float) -> None:
+    """InputError unless the owner has surely ended."""
+    owner, silent_s = _Owner.read(path), now_s - path.stat().st_mtime
+    if owner.has_ended(this):
+        return
+    if owner.process.is_running() or silent_s < _SILENT_S:
+        raise _in_use(path.parent, str(owner.process))
+    raise InputError(
+        f"run.dir={path.parent} was in use by {owner.process}, which has given no sign of life for "
+        f"{silent_s / 60:.0f} minutes: if it has ended, remove {path}, and the same command continues"
+    )

@@ -72,8 +72,8 @@ MUTATIONS = (
     Mutation(
         "an owner that is silent for long is followed without asking",
         "spectrain/stages/run_lock.py",
-        "    if not owner.has_ended(this):\n",
-        "    if not owner.has_ended(this) and silent_s < _SILENT_S:\n",
+        "    if owner.has_ended(this):\n",
+        "    if owner.has_ended(this) or silent_s > _SILENT_S:\n",
         ("tests/unit/test_run_lock.py::test_an_owner_on_another_machine",),
     ),
     Mutation(
@@ -82,5 +82,12 @@ MUTATIONS = (
         'if file_system(folder) in (*_LOCAL.split(), ""):',
         "if True:",
         ("tests/unit/test_run_lock.py::test_an_owner_on_another_machine",),
+    ),
+    Mutation(
+        "two follow an owner that has ended",
+        "spectrain/stages/run_lock.py",
+        "    if not _appears(fresh, taking):\n",
+        "    if False:\n",
+        ("tests/unit/test_run_lock.py::test_of_many_that_find_an_ended_owner_one_goes_on",),
     ),
 )

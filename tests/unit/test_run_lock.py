@@ -106,8 +106,10 @@ def test_an_owner_that_has_surely_ended_is_followed_at_once(tmp_path, monkeypatc
 
 
 @pytest.mark.usefixtures("nfs")
-def test_of_many_that_find_an_ended_owner_one_goes_on(tmp_path):
-    """Each is a process of its own in what it says of itself; a barrier lets them begin together."""
+def test_of_many_that_find_an_ended_owner_one_goes_on(tmp_path, monkeypatch):
+    """Each is a process of its own in what it says of itself; they begin together, and look before any replaces."""
+    check = run_lock._check_ended
+    monkeypatch.setattr(run_lock, "_check_ended", lambda *given: [check(*given), time.sleep(0.2)])
     write_owner(tmp_path, replace(ProcessId.of_this(), started="1"))
     barrier, outcomes = threading.Barrier(8), list[bool]()
 
