@@ -21,6 +21,7 @@ from pathlib import Path
 
 from spectrain import cli
 from spectrain.config.folders import group_options
+from spectrain.console import say
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -69,8 +70,8 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             wrong = smoke(name, Path(folder) / "run")
         failed += bool(wrong)
-        print(f"{name:32} {time.monotonic() - start:5.1f} s  {wrong or 'ok'}", flush=True)
-    print(f"{len(names) - failed} of {len(names)} recipes ran from end to end")
+        say(f"{name:32} {time.monotonic() - start:5.1f} s  {wrong or 'ok'}")
+    say(f"{len(names) - failed} of {len(names)} recipes ran from end to end")
     return int(failed > 0)
 
 
