@@ -7,6 +7,8 @@
 #              marked as slow, in less than four minutes on two cores. What it leaves out: whole pipelines, kills, vLLM
 # make mutations  whether the tests see bugs: breaks a copy of the package in one place at a time and runs the tests that
 #              should notice (tests/mutations). All of them take about six minutes; see PART and SAMPLE
+# make recipes  the table of recipes/README.md, anew
+# make smoke   every recipe from end to end on a tiny target of its architecture; SAMPLE: only so many
 # make bench   speed and memory against plain reference implementations
 #
 # PYTHON       the interpreter that makes .venv (3.11 or newer)
@@ -26,7 +28,7 @@ TORCH := torch==2.13.0
 # One thread a process: the tests are many and small.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: setup vllm deepspeed demo test lint unit test-fast mutations bench clean
+.PHONY: setup vllm deepspeed demo test lint unit test-fast mutations recipes smoke bench clean
 
 setup: $(READY)
 
@@ -75,6 +77,12 @@ test-fast: setup
 
 mutations: setup
 	$(BIN)/python tests/mutations --jobs 2 $(if $(SAMPLE),--sample $(SAMPLE)) $(if $(PART),"$(PART)")
+
+recipes: setup
+	$(BIN)/python -m spectrain.stages.recipe_table recipes/README.md
+
+smoke: setup
+	OMP_NUM_THREADS=1 $(BIN)/python tests/smoke_recipes.py $(if $(SAMPLE),--sample $(SAMPLE)) $(if $(PART),"$(PART)")
 
 bench: vllm
 	for bench in tests/bench/bench_*.py; do OMP_WAIT_POLICY=PASSIVE $(BIN)/python $$bench || exit 1; done

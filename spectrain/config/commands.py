@@ -301,6 +301,20 @@ _PLAN = Command(
     looks_only=True,
     takes_multirun=False,
 )
+_RECIPES = Command(
+    name="recipes",
+    summary="list the recipes: target, method, hardware, disk, hours, measured acceptance",
+    detail="Lists the recipes, those beside the working directory too, with what `plan` says of them and what was "
+    "measured. Words choose among them: `spectrain recipes eagle3 mi300x`.",
+    function="spectrain.stages.recipe_table:list_recipes",
+    reads="recipes, targets, prompt files",
+    sections=("recipe", "method", "hardware"),
+    examples=("spectrain recipes", "spectrain recipes qwen3 dspark"),
+    needs_prompts=False,
+    touches_run_dir=False,
+    takes_multirun=False,
+    takes_topics=True,
+)
 _PUBLISH = Command(
     name="publish",
     summary="upload a run's drafter to the Hub, with its card",
@@ -388,6 +402,7 @@ COMMANDS = {
             _CONVERT,
             _INSPECT,
             _PLAN,
+            _RECIPES,
             _DOCTOR,
             _HELP,
         ),

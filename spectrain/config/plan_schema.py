@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from spectrain.config.keys import Section, key
+from spectrain.config.keys import ANY_COUNT, Section, key
 
 DeviceName = Literal["auto", "mi300x", "mi325x", "mi355x", "a100_80gb", "h100", "h200", "cpu"]
 
@@ -61,4 +61,11 @@ class PlanConfig(Section, name="plan"):
     )
     utilisation: float = key(
         0.4, "share of a named device's peak operations/s that matrix products reach, over all", above=0, at_most=1
+    )
+    prompts: int | None = key(
+        None,
+        "training prompts that are reckoned with, each like the mean of those of data; null: those of data",
+        at_least=1,
+        at_most=ANY_COUNT,
+        example="50000",
     )

@@ -49,22 +49,28 @@ class Estimate:
 
 def estimate(context: Context) -> Estimate:
     """Counts from the prompts, the configuration and the target's dimensions; no weights, no tokenizer."""
-    config, spec = context.config, context.spec
+    config, spec, scale = context.config, context.spec, _scale(context)
     conversations = [*context.prompts.train, *context.prompts.heldout]
     lengths = [_tokens(conversation, config.sampling.max_new_tokens) for conversation in conversations]
-    tokens = most_tokens(context, conversations)
+    tokens = int(most_tokens(context, conversations) * scale)
     matrices = {name: size for name, (size, dimensions) in _parameters(context).items() if dimensions > 1}
-    generated = sum(answer for _, answer in lengths)
+    generated = int(sum(answer for _, answer in lengths) * scale)
     return Estimate(
-        documents=len(conversations),
+        documents=round(len(conversations) * scale),
         tokens=tokens,
         generated_tokens=generated,
-        states_bytes=states_bytes(context, conversations),
+        states_bytes=int(states_bytes(context, conversations) * scale),
         target_bytes=int(target_bytes(spec, _DTYPE_BYTES.get(context.dtype_name, 4))),
         drafter_parameters=sum(matrices.values()),
         train_bytes=int(training_memory(context).peak),
         training_cost=_training_cost(context, matrices, tokens, generated),
     )
+
+
+def _scale(context: Context) -> float:
+    """How many times the prompts that there are ``plan`` reckons with."""
+    wanted = context.config.plan.prompts if context.command.looks_only else None
+    return 1.0 if wanted is None else wanted / max(len(context.prompts.train), 1)
 
 
 def most_tokens(context: Context, conversations: Iterable[Conversation]) -> int:
@@ -320,7 +326,7 @@ def stage_seconds(context: Context, numbers: Estimate, speed: MachineSpeed) -> d
     forward = 2 * active * numbers.tokens / (speed.flops_per_s * speed.forward_share) / devices
     copies = max(1, devices // (config.engine.tensor_parallel_size * config.engine.pipeline_parallel_size))
     decode_steps = numbers.generated_tokens / (_requests_together(config.engine) * copies)
-    training = fit_flops(context, numbers) * training_epochs(context, numbers)
+    training = fit_flops(context, numbers) * training_epochs(context)
     answers = config.suite.max_prompts * (config.suite.max_new_tokens or config.sampling.max_new_tokens)
     return {
         "generate": forward + decode_steps * _decode_s(context, numbers, speed, _requests_together(config.engine)),
@@ -333,9 +339,10 @@ def stage_seconds(context: Context, numbers: Estimate, speed: MachineSpeed) -> d
     }
 
 
-def training_epochs(context: Context, numbers: Estimate) -> float:
+def training_epochs(context: Context) -> float:
     """How often ``fit`` sees all documents, where it sees the held-out ones never."""
-    return context.config.trainer.epochs * len(context.prompts.train) / max(numbers.documents, 1)
+    train, heldout = len(context.prompts.train), len(context.prompts.heldout)
+    return context.config.trainer.epochs * train / max(train + heldout, 1)
 
 
 def engine_devices(config: SpectrainConfig) -> int:

@@ -45,7 +45,13 @@ def show_plan(context: Context) -> None:
         )
         lines += _drafter_lines(context)
     if context.prompts_or_none is not None:
-        lines.append(("prompts", f"{len(context.prompts.train):,} training, {len(context.prompts.heldout):,} held out"))
+        reckoned = f"; {config.plan.prompts:,} are planned for" if config.plan.prompts and command.looks_only else ""
+        lines.append(
+            (
+                "prompts",
+                f"{len(context.prompts.train):,} training, {len(context.prompts.heldout):,} held out{reckoned}",
+            )
+        )
     if "eval" in command.stages:
         lines.append(
             ("suite", f"{config.suite.name}: {config.suite.prompts}, at most {config.suite.max_prompts} prompts")
@@ -144,7 +150,7 @@ def _parameter_lines(context: Context, numbers: Estimate) -> list[tuple[str, str
 def _work_lines(context: Context, numbers: Estimate, seconds: dict[str, float]) -> list[tuple[str, str]]:
     """Operations, devices, and how fast hidden states go from capture to training."""
     device, config, ranks = context.planned_device, context.config, planned_ranks(context)
-    epochs = training_epochs(context, numbers)
+    epochs = training_epochs(context)
     name = "this machine, measured"
     if device is not None:
         peak = device.peak_flops(config.trainer.precision) / 1e12

@@ -9,10 +9,9 @@ that a recipe runs, and measures nothing.
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 from collections.abc import Mapping, Set
 from dataclasses import fields, is_dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from spectrain.config.commands import Command
 from spectrain.config.schema import SpectrainConfig
 from spectrain.console import quiet_transformers, say
 from spectrain.errors import ConfigError
-from spectrain.files import digest_strings
+from spectrain.files import digest_strings, replace_folder
 from spectrain.reading import understood
 from spectrain.target.resolve import known_dimensions
 from spectrain.target.spec import load_config
@@ -132,16 +131,7 @@ def _written(tiny: Any, run_dir: Path) -> Path:
     folder = run_dir / f"{_FOLDER}-{digest}"
     if not folder.is_dir():
         run_dir.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(prefix=f".{_FOLDER}-", dir=run_dir))
-        try:
-            write_target(tiny, made)
-            made.rename(folder)
-        except FileExistsError:  # another rank was faster
-            shutil.rmtree(made, ignore_errors=True)
-        except OSError:
-            shutil.rmtree(made, ignore_errors=True)
-            if not folder.is_dir():
-                raise
+        replace_folder(folder, partial(write_target, tiny))
     return folder
 
 

@@ -89,7 +89,8 @@ def cpu_attention(model: Any, document_lengths: Sequence[int] | None = None) -> 
 
     With ``document_lengths``, every forward pass is over one row in which documents of these lengths follow each other.
     """
-    if model.config._attn_implementation != "sdpa" or model.device.type != "cpu":
+    chooses_keys = _chooses_keys(model.config.get_text_config(decoder=True))
+    if model.config._attn_implementation != "sdpa" or model.device.type != "cpu" or chooses_keys:
         yield
         return
     token = _lengths.set(None if document_lengths is None else tuple(document_lengths))
@@ -99,6 +100,14 @@ def cpu_attention(model: Any, document_lengths: Sequence[int] | None = None) -> 
     finally:
         model.set_attn_implementation("sdpa")
         _lengths.reset(token)
+
+
+def _chooses_keys(text_config: Any) -> bool:
+    """Whether some layer attends to keys of its own choice (DeepSeek-V3.2, MiniMax-M3): its mask is not made of
+    positions, which is what this implementation goes by.
+    """
+    kinds = getattr(text_config, "layer_types", None) or ()
+    return any(kind.startswith("indexed") or "sparse" in kind for kind in kinds)
 
 
 def cpu_sdpa(

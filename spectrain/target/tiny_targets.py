@@ -250,12 +250,13 @@ def tiny_target(
     ``overrides`` are fields of the language model's configuration, such as ``num_hidden_layers=6`` or
     ``tie_word_embeddings=True``; ``shard_size`` (say "20KB") makes a sharded checkpoint.
     """
-    return write_target(tiny_config(family, **overrides), folder, seed, dtype, shard_size)
+    write_target(tiny_config(family, **overrides), folder, seed, dtype, shard_size)
+    return Path(folder)
 
 
 def write_target(
     config: Any, folder: Path, seed: int = 0, dtype: torch.dtype = torch.float32, shard_size: str = "1GB"
-) -> Path:
+) -> None:
     """Writes a random target of this configuration, with its tokenizer, into ``folder``."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -273,4 +274,3 @@ def write_target(
     with quiet_transformers():
         model.to(dtype).save_pretrained(folder, max_shard_size=shard_size)
     tokenizer.save_pretrained(folder)
-    return Path(folder)
