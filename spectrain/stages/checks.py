@@ -36,6 +36,7 @@ from spectrain.stages.target_checks import check_at_work, check_trackers, check_
 if TYPE_CHECKING:
     from spectrain.data.prompts import Conversation, PromptSplit
     from spectrain.stages.context import Context
+    from spectrain.stages.select_prompts import DrawnPrompts
     from spectrain.target.resolve import TargetSource
     from spectrain.target.spec import TargetSpec
 
@@ -54,7 +55,7 @@ def check_config(config: SpectrainConfig, command: Command, given: Set[str] = fr
         raise ConfigError("run.dir is empty: name the folder of the run")
     if command.measures and not config.suite.prompts:
         raise ConfigError("suite.prompts is empty: name a JSON-lines file, as in suite=jsonl suite.prompts=FILE.jsonl")
-    if command.needs_prompts and not config.data.train:
+    if command.needs_prompts and not config.data.source:
         raise ConfigError("no prompts are chosen: add data=support, or data=jsonl data.train=FILE.jsonl")
     if config.run.tasks > 1 and command.name not in ("generate", "capture", "plan"):
         raise ConfigError(
@@ -95,7 +96,8 @@ def prepare(
     if command.measures:
         check_suite(config)
     reads_prompts = command.needs_prompts or config.suite.prompts == "heldout"
-    prompts = load_prompt_split(config) if reads_prompts else None
+    shared = run_dir if data_dir is None else RunDir(data_dir)
+    prompts, drawn = _load_prompts(config, shared.path, planning=not fetch) if reads_prompts else (None, None)
     source = locate_target(config.target, unreachable_ok=not fetch)
     if source.revision:
         run_dir.check({"id": source.id, "revision": source.revision})
@@ -109,7 +111,8 @@ def prepare(
         source=source,
         spec_or_none=target_spec(config, source),
         prompts_or_none=prompts,
-        data_dir=run_dir if data_dir is None else RunDir(data_dir),
+        data_dir=shared,
+        drawn=drawn,
     )
     if command.needs_drafter:
         check_drafter_folder(context.measured_drafter, "drafter.path" if config.drafter.path else "run.dir")
@@ -253,11 +256,22 @@ def _check_engine(config: SpectrainConfig, command: Command) -> None:
 # --- files ---------------------------------------------------------------------------------------------------------
 
 
-def load_prompt_split(config: SpectrainConfig) -> PromptSplit:
-    """Training and held-out prompts; raises for a missing, empty or broken file, and for prompts that are both."""
+def _load_prompts(
+    config: SpectrainConfig, run_dir: Path, planning: bool
+) -> tuple[PromptSplit | None, DrawnPrompts | None]:
+    """Training and held-out prompts, and how they were drawn where that was done; raises for a file or set that is
+    missing, empty or broken, and for prompts that are both. ``planning``: a set that would have to be fetched is not
+    read, and gives no prompts.
+    """
     from spectrain.data.prompts import split_prompts
+    from spectrain.stages.select_prompts import are_here, drawn_prompts
 
-    return split_prompts(config.data, prompt_roots())
+    if not config.data.selects:
+        return split_prompts(config.data, prompt_roots()), None
+    if planning and not are_here(config.data, run_dir):
+        return None, None
+    drawn = drawn_prompts(config, run_dir)
+    return drawn.split, drawn
 
 
 def check_suite(config: SpectrainConfig) -> None:
@@ -266,7 +280,7 @@ def check_suite(config: SpectrainConfig) -> None:
 
     if config.suite.prompts != "heldout":
         read_prompts(config.suite.prompts, prompt_roots(), "suite.prompts")
-    elif not config.data.train:
+    elif not config.data.source:
         raise ConfigError(
             "suite.prompts=heldout needs the run's prompts: add data=..., or suite=jsonl suite.prompts=FILE.jsonl"
         )
