@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 _WORD = re.compile(r"\w+", re.UNICODE)
 _SHINGLE = 3  # words
 _PERMUTATIONS = 128
+_WIDER = 0.7
 # Words in a row that so many prompts of a suite share are its form ("put your final answer in a box"), not a prompt.
 _FORM = 3
 
@@ -22,28 +23,32 @@ def words(text: str) -> list[str]:
 
 
 class NearDuplicates:
-    """Remembers texts, and finds those that resemble one of them (Broder 1997): Jaccard similarity of the sets of word
-    triples of at least ``threshold``, estimated from 128 hashes.
+    """Remembers texts, and finds those that resemble one of them: Jaccard similarity of the sets of word triples of at
+    least ``threshold``. MinHash (Broder 1997) finds whom to compare with; it looks for less than the threshold, because
+    at its own it misses every second pair.
     """
 
     def __init__(self, threshold: float) -> None:
         from datasketch import MinHashLSH
 
         self._threshold = threshold
-        self._index = MinHashLSH(threshold=threshold, num_perm=_PERMUTATIONS)
-        self._hashes: list[object] = []
+        self._index = MinHashLSH(threshold=_WIDER * threshold, num_perm=_PERMUTATIONS)
+        self._triples: list[frozenset[int]] = []
 
     def add(self, text: str) -> bool:
         """Whether it resembles a text that is remembered; if not, it is remembered from now on."""
         from datasketch import MinHash
 
+        runs = set(_runs(words(text), _SHINGLE))
+        triples = frozenset(map(hash, runs))  # compared within this process alone
         sketch = MinHash(num_perm=_PERMUTATIONS)
-        sketch.update_batch([" ".join(part).encode() for part in set(_runs(words(text), _SHINGLE))])
-        found = self._index.query(sketch)
-        if any(sketch.jaccard(self._hashes[number]) >= self._threshold for number in found):
-            return True
-        self._index.insert(len(self._hashes), sketch)
-        self._hashes.append(sketch)
+        sketch.update_batch([" ".join(run).encode() for run in runs])
+        for number in self._index.query(sketch):
+            other = self._triples[number]
+            if len(triples & other) >= self._threshold * len(triples | other):
+                return True
+        self._index.insert(len(self._triples), sketch)
+        self._triples.append(triples)
         return False
 
 

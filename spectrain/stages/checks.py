@@ -36,7 +36,6 @@ from spectrain.stages.target_checks import check_at_work, check_trackers, check_
 if TYPE_CHECKING:
     from spectrain.data.prompts import Conversation, PromptSplit
     from spectrain.stages.context import Context
-    from spectrain.stages.select_prompts import DrawnPrompts
     from spectrain.target.resolve import TargetSource
     from spectrain.target.spec import TargetSpec
 
@@ -88,6 +87,7 @@ def prepare(
         given: keys that the command line sets, rather than a file or a default.
     """
     from spectrain.stages.context import Context
+    from spectrain.stages.select_prompts import run_prompts
     from spectrain.target.resolve import locate_target
 
     RunDir(config.run.dir).check({})
@@ -97,7 +97,7 @@ def prepare(
         check_suite(config)
     reads_prompts = command.needs_prompts or config.suite.prompts == "heldout"
     shared = run_dir if data_dir is None else RunDir(data_dir)
-    prompts, drawn = _load_prompts(config, shared.path, planning=not fetch) if reads_prompts else (None, None)
+    prompts, drawn = run_prompts(config, shared.path, planning=not fetch) if reads_prompts else (None, None)
     source = locate_target(config.target, unreachable_ok=not fetch)
     if source.revision:
         run_dir.check({"id": source.id, "revision": source.revision})
@@ -254,24 +254,6 @@ def _check_engine(config: SpectrainConfig, command: Command) -> None:
 
 
 # --- files ---------------------------------------------------------------------------------------------------------
-
-
-def _load_prompts(
-    config: SpectrainConfig, run_dir: Path, planning: bool
-) -> tuple[PromptSplit | None, DrawnPrompts | None]:
-    """Training and held-out prompts, and how they were drawn where that was done; raises for a file or set that is
-    missing, empty or broken, and for prompts that are both. ``planning``: a set that would have to be fetched is not
-    read, and gives no prompts.
-    """
-    from spectrain.data.prompts import split_prompts
-    from spectrain.stages.select_prompts import are_here, drawn_prompts
-
-    if not config.data.selects:
-        return split_prompts(config.data, prompt_roots()), None
-    if planning and not are_here(config.data, run_dir):
-        return None, None
-    drawn = drawn_prompts(config, run_dir)
-    return drawn.split, drawn
 
 
 def check_suite(config: SpectrainConfig) -> None:

@@ -24,7 +24,7 @@ from spectrain.data.hub_sets import find_set
 from spectrain.data.near_copies import SuiteOverlap
 from spectrain.data.prompt_files import find_prompt_file
 from spectrain.data.prompt_selection import PromptSource, select_prompts
-from spectrain.data.prompts import Conversation, PromptSplit, load_prompts
+from spectrain.data.prompts import Conversation, PromptSplit, load_prompts, split_prompts
 from spectrain.errors import ConfigError, InputError, SpectrainError
 from spectrain.evaluation.suites import load_suite
 from spectrain.files import digest_strings, replace_folder
@@ -61,6 +61,21 @@ class DrawnPrompts:
 
         if not self.stored:
             replace_folder(run_dir / _FOLDER, fill, "the prompts")
+
+
+def run_prompts(
+    config: SpectrainConfig, run_dir: Path, planning: bool
+) -> tuple[PromptSplit | None, DrawnPrompts | None]:
+    """Training and held-out prompts, and how they were drawn where that was done; raises for a file or set that is
+    missing, empty or broken, and for prompts that are both. ``planning``: a set that would have to be fetched is not
+    read, and gives no prompts.
+    """
+    if not config.data.selects:
+        return split_prompts(config.data, prompt_roots()), None
+    if planning and not are_here(config.data, run_dir):
+        return None, None
+    drawn = drawn_prompts(config, run_dir)
+    return drawn.split, drawn
 
 
 def drawn_prompts(config: SpectrainConfig, run_dir: Path) -> DrawnPrompts:

@@ -286,7 +286,8 @@ def config_of(path: Path, *more: str) -> Any:
 
 def test_what_was_drawn_is_kept_in_the_run_directory(tmp_path: Path) -> None:
     path = write_set("json file", tmp_path / "set", texts(40))
-    config = config_of(path, "data.max_train=8", "data.max_heldout=3", "data.system=Be brief.")
+    fraction = "data.heldout_fraction=0.3"
+    config = config_of(path, "data.max_train=8", "data.max_heldout=3", "data.system=Be brief.", fraction)
     drawn = drawn_prompts(config, tmp_path / "run")
     assert not drawn.stored and (len(drawn.split.train), len(drawn.split.heldout)) == (8, 3)
     (tmp_path / "run").mkdir()
@@ -310,7 +311,7 @@ def test_a_mix_has_its_shares_on_both_sides(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(ConfigError, match=r"data\.mix"):
         compose(arguments)
     arguments[1] = "data.mix={first: 3, second: 1}"
-    config = compose([*arguments, "data.overlap_words=null"])
+    config = compose([*arguments, "data.overlap_words=null", "data.heldout_fraction=0.3"])
     drawn = drawn_prompts(config, tmp_path / "run")
     counts = [(entry["name"], entry["train"], entry["heldout"], entry["license"]) for entry in drawn.record]
     assert counts == [("first", 15, 6, "mit"), ("second", 5, 2, "mit")]
