@@ -1,4 +1,4 @@
-"""Commands over prompts of data sets: a folder of Parquet from end to end, and sets of the Hub that cannot be reached."""
+"""Commands over prompts of data sets: a folder of Parquet from end to end; sets of the Hub that cannot be reached."""
 
 from __future__ import annotations
 
