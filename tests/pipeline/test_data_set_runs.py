@@ -61,7 +61,7 @@ def test_a_set_that_cannot_be_reached_is_one_line_before_any_work(
 ) -> None:
     base = [*of_target(arguments), f"run.dir={tmp_path / 'run'}", "data=ultrachat", "data.max_train=50"]
     assert cli.main(["generate", *base]) == 2
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
     assert "data.path=HuggingFaceH4/ultrachat_200k" in line
     assert not (tmp_path / "run").exists()
     assert cli.main(["plan", *base]) == 0  # of which a plan needs no prompt
