@@ -4,7 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from spectrain.config.keys import ANY_COUNT, HOTTEST, SEEDS, TOP_K, Section, check_temperature, key
+from spectrain.config.keys import (
+    ANY_COUNT,
+    HOTTEST,
+    SEEDS,
+    TOP_K,
+    Section,
+    check_temperature,
+    key,
+    refuse_dash,
+    require,
+)
+
+# What a row of a data set may be made of (data/row_forms.py).
+DATA_COLUMNS = ("messages", "prompt", "instruction", "input", "turns", "system", "tools", "category")
 
 
 @dataclass(frozen=True)
@@ -37,6 +50,56 @@ class DataConfig(Section, name="data"):
     max_heldout: int | None = key(
         64, "at most so many held-out prompts, drawn by data.seed; null: all", at_least=1, at_most=ANY_COUNT
     )
+    path: str = key(
+        "",
+        "data set on the Hub, or a local folder or file of one (parquet, arrow, csv, json), that prompts are drawn "
+        "from; empty: data.train names prompt files",
+        example="HuggingFaceH4/ultrachat_200k",
+    )
+    subset: str | None = key(None, "configuration of the set at data.path; null: its only one", example="en")
+    revision: str | None = key(
+        None, "commit, branch or tag of data.path; null: the newest commit, which is recorded", example="main"
+    )
+    split: str = key("train", "split of data.path that is read", example="train_sft")
+    columns: dict[str, str] = key(
+        make=dict,
+        help="which column of data.path holds what: messages, prompt, instruction, input, turns, system, tools, "
+        "category; what is not named is looked for under the usual names",
+        example="{prompt: question}",
+    )
+    license: str | None = key(
+        None, "licence of data.path, recorded in the manifest; null: not known", example="apache-2.0"
+    )
+    mix: dict[str, float] = key(
+        make=dict,
+        help="share of each source in data.max_train and data.max_heldout, by the names of options of data=",
+        example="{ultrachat: 0.7, code_alpaca: 0.3}",
+        above=0,
+        at_most=1e6,
+    )
+    max_rows: int | None = key(
+        None,
+        "at most so many rows of each set are read, from its beginning; null: all",
+        at_least=1,
+        example="100000",
+        at_most=ANY_COUNT,
+    )
+    near_duplicates: float | None = key(
+        0.8,
+        "prompts of data.path and data.mix that share so much of their wording with another (Jaccard similarity of "
+        "word triples, by MinHash) are left out; null: only equal ones",
+        above=0,
+        at_most=1,
+        example="0.7",
+    )
+    overlap_words: int | None = key(
+        8,
+        "prompts of data.path and data.mix that share so many words in a row with a prompt of a suite are left out; "
+        "null: suites are not compared",
+        at_least=3,
+        at_most=100,
+        example="13",
+    )
     system: str | None = key(
         None,
         "system prompt of conversations that have none; null: what the chat template does by itself",
@@ -48,6 +111,32 @@ class DataConfig(Section, name="data"):
         "error",
     )
     seed: int = key(0, "seed of the choice of prompts", at_least=0, below=SEEDS)
+
+    @property
+    def selects(self) -> bool:
+        """Whether prompts are drawn from data sets, rather than read from prompt files."""
+        return bool(self.path or self.mix)
+
+    @property
+    def source(self) -> tuple[str, ...]:
+        """What the prompts come from, as the user names it; empty: nothing is named."""
+        return tuple(self.mix) or ((self.path,) if self.path else self.train)
+
+    def _check(self) -> None:
+        given = [name for name in ("train", "path", "mix") if getattr(self, name)]
+        require(len(given) < 2, f"data.{' and data.'.join(given)} name prompts: give one of them")
+        require(
+            not (self.selects and self.heldout),
+            "data.heldout: of a data set, data.heldout_fraction is set aside: leave it out, or use data.train",
+        )
+        require(not self.mix or self.max_train, "data.mix shares out data.max_train: set it")
+        for name in self.columns:
+            require(
+                name in DATA_COLUMNS,
+                f"data.columns.{name} is nothing that is read: use {', '.join(DATA_COLUMNS)}",
+            )
+        for name in ("path", "subset", "revision"):
+            refuse_dash(f"data.{name}", getattr(self, name))
 
 
 @dataclass(frozen=True)

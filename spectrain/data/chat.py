@@ -59,9 +59,8 @@ class _AlteredError(InputError):
 
 class ChatTemplate:
     """Renders conversations with a tokenizer's chat template. ``end_ids``: what ends an answer; None: the tokenizer's
-    end token.
-
-    Raises InputError if the tokenizer has no template.
+    end token. ``vocab_size``: rows of the target's embedding. ``variables``: what the template reads beside the
+    conversation, such as ``enable_thinking``. Raises InputError if the tokenizer has no template.
     """
 
     def __init__(
@@ -71,9 +70,6 @@ class ChatTemplate:
         vocab_size: int | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> None:
-        """``vocab_size``: rows of the target's embedding. ``variables``: what the template reads beside the
-        conversation, such as ``enable_thinking``.
-        """
         if not getattr(tokenizer, "chat_template", None):
             raise InputError(
                 "the target's tokenizer has no chat template: use an instruction-tuned target, or add "
@@ -117,7 +113,7 @@ class ChatTemplate:
         Raises ValueError if the last answer has no end token: a truncated answer ends its conversation. Raises
         InputError if the template rejects the answers.
         """
-        if not ids or not (ids[-1] in self._end_ids or self._is_special(ids[-1])):
+        if not ids or not (ids[-1] in self._end_ids or ids[-1] in self._special):
             raise ValueError("the answer so far was truncated: nothing may follow it")
         rendered = self._render(conversation, answers)
         served = self._encode(rendered)
@@ -350,9 +346,6 @@ class ChatTemplate:
                 return None
         return None
 
-    def _is_special(self, token: int) -> bool:
-        return token in self._special
-
     @cached_property
     def _special(self) -> frozenset[int]:
         """Ids that a server leaves out of what it returns."""
@@ -369,7 +362,7 @@ class ChatTemplate:
         except RejectedError:
             return self._given_end_ids
         for token in self._encode(rendered.partition(_MARK)[2]):
-            if self._is_special(token):
+            if token in self._special:
                 return self._given_end_ids | {token}
             if self.tokenizer.decode([token]).strip():
                 break

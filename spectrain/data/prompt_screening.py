@@ -28,8 +28,12 @@ class PromptScreen:
         Raises InputError for a prompt that the template rejects or that is too long, ConfigError where ``data.heldout``
         names a prompt that is a training prompt after the template.
         """
+        asked = len(split.train) + len(split.heldout)
+        if data.selects:  # rows of a data set are left out and counted; prompts of a file are the user's own
+            split = replace(split, train=self._taken(split.train), heldout=self._taken(split.heldout))
+        rejected = asked - len(split.train) - len(split.heldout)
         train, heldout = self._with_room(split.train, data), self._with_room(split.heldout, data)
-        skipped = len(split.train) + len(split.heldout) - len(train) - len(heldout)
+        skipped = asked - rejected - len(train) - len(heldout)
         for name, before, left in (("training", split.train, train), ("held-out", split.heldout, heldout)):
             if before and not left:
                 raise InputError(
@@ -47,7 +51,9 @@ class PromptScreen:
         kept = [conversation for conversation in train if self._digest(conversation) not in same]
         if not kept:
             raise ConfigError("data.train: the chat template makes all prompts the same: add prompts that differ")
-        return replace(split, train=kept, heldout=heldout, too_long=skipped, alike=len(train) - len(kept))
+        return replace(
+            split, train=kept, heldout=heldout, too_long=skipped, rejected=rejected, alike=len(train) - len(kept)
+        )
 
     def seen_in_training(
         self, asked: Sequence[Conversation], train: Sequence[Conversation]
@@ -56,9 +62,23 @@ class PromptScreen:
         trained = {self._digest(conversation): conversation for conversation in train}
         return [(c, trained[self._digest(c)]) for c in asked if self._digest(c) in trained]
 
+    def _taken(self, conversations: Sequence[Conversation]) -> list[Conversation]:
+        """Those that the template takes. Raises InputError where it takes none."""
+        taken: list[Conversation] = []
+        error: InputError | None = None
+        for conversation in conversations:
+            try:
+                self._look(conversation)
+                taken.append(conversation)
+            except InputError as rejected:
+                error = error or rejected
+        if error is not None and not taken:
+            raise error
+        return taken
+
     def _with_room(self, conversations: Sequence[Conversation], data: DataConfig) -> list[Conversation]:
         fitting = [c for c in conversations if self._look(c)[0] < self._max_length]
-        if len(fitting) < len(conversations) and not data.skip_too_long:
+        if len(fitting) < len(conversations) and not (data.skip_too_long or data.selects):
             first = next(c for c in conversations if self._look(c)[0] >= self._max_length)
             raise InputError(
                 f"{first.where}: prompt {first.id} is too long, with its answer it takes more than "

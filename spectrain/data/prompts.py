@@ -205,6 +205,7 @@ class PromptSplit:
     samples: int = 0  # conversations whose prompt was there before, with other answers
     repeated: int = 0  # conversations left out because they were there before, answers and all
     too_long: int = 0  # conversations left out because they leave no room for an answer
+    rejected: int = 0  # conversations of a data set that the chat template does not take
     alike: int = 0  # training prompts left out because the template makes them equal to held-out ones
 
     def notes(self) -> list[str]:
@@ -213,6 +214,7 @@ class PromptSplit:
             (self.samples, "are further answers to a prompt that was there before: all are kept, as samples of it"),
             (self.repeated, "repeat another, answers included: they count once"),
             (self.too_long, "leave no room for an answer in target.max_length: left out (data.skip_too_long)"),
+            (self.rejected, "are none that the chat template takes: left out"),
             (self.alike, "are the same as a held-out prompt after the chat template: left out of the training prompts"),
         )
         return [f"note: prompts: {count:,} {what}" for count, what in told if count]
@@ -295,7 +297,7 @@ class _Loaded:
         )
 
     def draw(self, at_most: int | None, seed: int) -> list[Conversation]:
-        drawn = set(sorted(self.conversations, key=lambda key: _chance(key, seed, "draw"))[:at_most])
+        drawn = set(sorted(self.conversations, key=lambda key: chance(key, seed, "draw"))[:at_most])
         return [conversation for key, conversation in self.conversations.items() if key in drawn]
 
 
@@ -306,11 +308,11 @@ def _choose_heldout(digests: Sequence[str], fraction: float, seed: int) -> set[s
             "data.train has a single prompt, so none can be held out: add prompts, or name held-out ones in "
             "data.heldout"
         )
-    ranked = sorted(digests, key=lambda digest: _chance(digest, seed, "heldout"))
-    below = sum(_chance(digest, seed, "heldout") < fraction for digest in ranked)
+    ranked = sorted(digests, key=lambda digest: chance(digest, seed, "heldout"))
+    below = sum(chance(digest, seed, "heldout") < fraction for digest in ranked)
     return set(ranked[: min(max(below, 1), len(ranked) - 1)])
 
 
-def _chance(digest: str, seed: int, purpose: str) -> float:
+def chance(digest: str, seed: int, purpose: str) -> float:
     """A number in [0, 1), uniform over prompts and independent between purposes."""
     return int(digest_json([purpose, seed, digest])[:13], 16) / 16**13

@@ -54,7 +54,7 @@ def check_config(config: SpectrainConfig, command: Command, given: Set[str] = fr
         raise ConfigError("run.dir is empty: name the folder of the run")
     if command.measures and not config.suite.prompts:
         raise ConfigError("suite.prompts is empty: name a JSON-lines file, as in suite=jsonl suite.prompts=FILE.jsonl")
-    if command.needs_prompts and not config.data.train:
+    if command.needs_prompts and not config.data.source:
         raise ConfigError("no prompts are chosen: add data=support, or data=jsonl data.train=FILE.jsonl")
     if config.run.tasks > 1 and command.name not in ("generate", "capture", "plan"):
         raise ConfigError(
@@ -87,6 +87,7 @@ def prepare(
         given: keys that the command line sets, rather than a file or a default.
     """
     from spectrain.stages.context import Context
+    from spectrain.stages.select_prompts import run_prompts
     from spectrain.target.resolve import locate_target
 
     RunDir(config.run.dir).check({})
@@ -95,7 +96,8 @@ def prepare(
     if command.measures:
         check_suite(config)
     reads_prompts = command.needs_prompts or config.suite.prompts == "heldout"
-    prompts = load_prompt_split(config) if reads_prompts else None
+    shared = run_dir if data_dir is None else RunDir(data_dir)
+    prompts, drawn = run_prompts(config, shared.path, planning=not fetch) if reads_prompts else (None, None)
     source = locate_target(config.target, unreachable_ok=not fetch)
     if source.revision:
         run_dir.check({"id": source.id, "revision": source.revision})
@@ -109,7 +111,8 @@ def prepare(
         source=source,
         spec_or_none=target_spec(config, source),
         prompts_or_none=prompts,
-        data_dir=run_dir if data_dir is None else RunDir(data_dir),
+        data_dir=shared,
+        drawn=drawn,
     )
     if command.needs_drafter:
         check_drafter_folder(context.measured_drafter, "drafter.path" if config.drafter.path else "run.dir")
@@ -253,20 +256,13 @@ def _check_engine(config: SpectrainConfig, command: Command) -> None:
 # --- files ---------------------------------------------------------------------------------------------------------
 
 
-def load_prompt_split(config: SpectrainConfig) -> PromptSplit:
-    """Training and held-out prompts; raises for a missing, empty or broken file, and for prompts that are both."""
-    from spectrain.data.prompts import split_prompts
-
-    return split_prompts(config.data, prompt_roots())
-
-
 def check_suite(config: SpectrainConfig) -> None:
     """The suite's prompt file is there and can be read."""
     from spectrain.data.prompts import read_prompts
 
     if config.suite.prompts != "heldout":
         read_prompts(config.suite.prompts, prompt_roots(), "suite.prompts")
-    elif not config.data.train:
+    elif not config.data.source:
         raise ConfigError(
             "suite.prompts=heldout needs the run's prompts: add data=..., or suite=jsonl suite.prompts=FILE.jsonl"
         )

@@ -34,6 +34,7 @@ from spectrain.errors import RunError
 from spectrain.files import plain, write_atomically
 from spectrain.masking import escape_references, private_values
 from spectrain.stages.run_dir import RunDir
+from spectrain.stages.select_prompts import DrawnPrompts, planned_prompts
 from spectrain.target.folder_files import load_generation_config, load_tokenizer
 from spectrain.target.identity import TargetIdentity, identify
 from spectrain.target.model import TargetModel, choose_device, choose_dtype
@@ -55,6 +56,7 @@ class Context:
     prompts_or_none: PromptSplit | None
     data_dir: RunDir  # has responses and hidden states: run_dir itself, or that of the sweep which this run is a job of
     given: frozenset[str] = frozenset()  # keys that the command line sets, rather than a file or a default
+    drawn: DrawnPrompts | None = None  # the prompts, where they come from data sets
     ranks: Ranks = ALONE  # the processes that train together, of which this is one
 
     @property
@@ -68,6 +70,13 @@ class Context:
         if self.prompts_or_none is None:
             raise RunError("this command reads no prompts")
         return self.prompts_or_none
+
+    @property
+    def prompts_to_plan(self) -> PromptSplit | None:
+        """The prompts, or what stands for those that a plan does not read."""
+        if self.prompts_or_none is not None or not self.config.data.selects:
+            return self.prompts_or_none
+        return planned_prompts(self.config.data)
 
     def keep_prompts(self, prompts: PromptSplit) -> None:
         """Go on with these prompts, which are those so far but for some."""
@@ -255,6 +264,8 @@ class Context:
         # A measurement under other settings must not change what the next `fit` here starts from.
         if not self.command.needs_drafter or not self.run_dir.config.exists():
             self._write_config()
+        if self.drawn is not None and self.command.needs_prompts:
+            self.drawn.store(self.data_dir.path)
 
     def _write_config(self) -> None:
         """``config.yaml``, for everybody, and first what it masks, for this user alone."""

@@ -70,6 +70,7 @@ def generate(context: Context) -> None:
         documents = store.documents(context.splits)
         counts = _counts(store.load(list(documents)))
         outputs |= {"responses": len(context.splits), "documents": len(documents), **counts}
+        outputs |= {} if context.drawn is None else {"sources": context.drawn.record}
     made = f"{outputs['responses']} responses, {outputs['generated_tokens']:,} generated tokens"
     say(f"generate: {made}, {outputs['cut_off']} answers cut off at the limit")
     if outputs["documents"] > outputs["responses"]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from spectrain.config.schema import EngineConfig, SpectrainConfig
 from spectrain.data.hidden_states import StoreMeta, bytes_per_token
-from spectrain.data.prompts import Conversation
+from spectrain.data.prompts import Conversation, PromptSplit
 from spectrain.stages.context import Context
 from spectrain.stages.target_size import active_parameters, target_bytes, target_parameters
 
@@ -50,7 +50,8 @@ class Estimate:
 def estimate(context: Context) -> Estimate:
     """Counts from the prompts, the configuration and the target's dimensions; no weights, no tokenizer."""
     config, spec, scale = context.config, context.spec, _scale(context)
-    conversations = [*context.prompts.train, *context.prompts.heldout]
+    prompts = _prompts(context)
+    conversations = [*prompts.train, *prompts.heldout]
     lengths = [_tokens(conversation, config.sampling.max_new_tokens) for conversation in conversations]
     tokens = int(most_tokens(context, conversations) * scale)
     matrices = {name: size for name, (size, dimensions) in _parameters(context).items() if dimensions > 1}
@@ -70,7 +71,11 @@ def estimate(context: Context) -> Estimate:
 def _scale(context: Context) -> float:
     """How many times the prompts that there are ``plan`` reckons with."""
     wanted = context.config.plan.prompts if context.command.looks_only else None
-    return 1.0 if wanted is None else wanted / max(len(context.prompts.train), 1)
+    return 1.0 if wanted is None else wanted / max(len(_prompts(context).train), 1)
+
+
+def _prompts(context: Context) -> PromptSplit:
+    return context.prompts_to_plan or context.prompts
 
 
 def most_tokens(context: Context, conversations: Iterable[Conversation]) -> int:
@@ -192,7 +197,8 @@ def _document_tokens(context: Context) -> list[tuple[int, int]]:
     config = context.config
     longest = min(config.trainer.packed_length, config.target.max_length)
     found = []
-    for conversation in (*context.prompts.train, *context.prompts.heldout):
+    prompts = _prompts(context)
+    for conversation in (*prompts.train, *prompts.heldout):
         prompt, answer = _tokens(conversation, config.sampling.max_new_tokens)
         found.append((min(prompt, longest - 1), max(1, min(answer, longest - prompt))))
     return found
@@ -341,7 +347,7 @@ def stage_seconds(context: Context, numbers: Estimate, speed: MachineSpeed) -> d
 
 def training_epochs(context: Context) -> float:
     """How often ``fit`` sees all documents, where it sees the held-out ones never."""
-    train, heldout = len(context.prompts.train), len(context.prompts.heldout)
+    train, heldout = len(_prompts(context).train), len(_prompts(context).heldout)
     return context.config.trainer.epochs * train / max(train + heldout, 1)
 
 

@@ -22,6 +22,7 @@ from spectrain.stages.plan import (
     training_memory,
 )
 from spectrain.stages.run_dir import Decision
+from spectrain.stages.select_prompts import PLANNED_CHARS
 from spectrain.stages.target_checks import memory_bytes
 from spectrain.stages.target_size import active_parameters, target_parameters
 from spectrain.stages.training_memory import CAN_BE_CHOSEN, STRATEGIES
@@ -46,10 +47,16 @@ def show_plan(context: Context) -> None:
         lines += _drafter_lines(context)
     if context.prompts_or_none is not None:
         reckoned = f"; {config.plan.prompts:,} are planned for" if config.plan.prompts and command.looks_only else ""
+        known = f"{len(context.prompts.train):,} training, {len(context.prompts.heldout):,} held out"
+        lines.append(("prompts", f"{known}{reckoned}"))
+    elif context.prompts_to_plan is not None:
+        most = context.prompts_to_plan
         lines.append(
             (
                 "prompts",
-                f"{len(context.prompts.train):,} training, {len(context.prompts.heldout):,} held out{reckoned}",
+                f"at most {len(most.train):,} training, {len(most.heldout):,} held out, of "
+                f"{', '.join(config.data.source)}, which is not read for a plan: taken to have {PLANNED_CHARS:,} "
+                f"characters each",
             )
         )
     if "eval" in command.stages:
@@ -62,7 +69,7 @@ def show_plan(context: Context) -> None:
         lines.append(("", "its dimensions are not known here, so neither are disk, memory and time"))
     decisions = _decisions(context)
     lines += [("stage", str(decision)) for decision in decisions]
-    counted = command.needs_prompts and context.spec_or_none is not None and context.prompts_or_none is not None
+    counted = command.needs_prompts and context.spec_or_none is not None and context.prompts_to_plan is not None
     if counted:
         lines += _cost_lines(context, {decision.name for decision in decisions if decision.skip})
     table = Table(box=box.SIMPLE, show_header=False, pad_edge=False)

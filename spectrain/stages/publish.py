@@ -169,7 +169,7 @@ def _listing(folder: Path) -> list[str]:
 def _private(config: SpectrainConfig, run_dir: RunDir, serving: ServingConfig) -> dict[str, str]:
     """Texts that no file may have, and what they are."""
     folders = [run_dir.path.resolve(), Path.cwd(), Path.home(), Path(run_dir.config.parent).absolute()]
-    named = [config.target.path, serving.target or "", config.drafter.path or "", *config.data.train]
+    named = [config.target.path, serving.target or "", config.drafter.path or "", *config.data.train, config.data.path]
     folders += [
         Path(name).expanduser().resolve() for name in named if name and os.path.exists(os.path.expanduser(name))
     ]

@@ -89,7 +89,7 @@ def card_facts(
         license=own.license or _license(config, base_model, ask_hub),
         languages=own.languages,
         datasets=own.datasets,
-        sources=_sources(config),
+        sources=_sources(config, run_dir),
         records=found.records,
         hardware=found.hardware,
         shape=_shape(fields, run_dir.drafter / WEIGHTS),
@@ -99,9 +99,18 @@ def card_facts(
     )
 
 
-def _sources(config: SpectrainConfig) -> list[DataSource]:
-    """Prompts by what they are called, never by where they lie."""
+def _sources(config: SpectrainConfig, run_dir: RunDir) -> list[DataSource]:
+    """Prompts by what they are called, never by where they lie; those of data sets as the manifest has them."""
     own = config.publish
+    drawn = run_dir.outputs("generate").get("sources", [])
+    sets = [
+        DataSource(
+            f"{PurePath(source['path']).name if PurePath(source['path']).is_absolute() else source['path']} at "
+            f"{source['revision'][:12]}",
+            source.get("license") or "",
+        )
+        for source in drawn
+    ]
     licences = [*own.data_licenses, *[""] * len(config.data.train)]
     sources = [
         DataSource(
@@ -109,7 +118,7 @@ def _sources(config: SpectrainConfig) -> list[DataSource]:
         )
         for name, licence in zip(config.data.train, licences, strict=False)
     ]
-    return [*(DataSource(name, "see the set's own card") for name in own.datasets), *sources]
+    return [*(DataSource(name, "see the set's own card") for name in own.datasets), *sets, *sources]
 
 
 def _shape(fields: Mapping[str, Any], weights: Path) -> list[tuple[str, str]]:

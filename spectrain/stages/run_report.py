@@ -157,6 +157,9 @@ def _data_facts(context: Context) -> list[Fact]:
         facts.append(
             ("prompts", f"{len(context.prompts.train):,} training, {len(context.prompts.heldout):,} held out, disjoint")
         )
+    for source in generated.get("sources", []):
+        revision, licence = source.get("revision", "")[:12], source.get("license") or "not known"
+        facts.append(("prompts of", f"{source.get('path')} at {revision}, licence {licence}"))
     if "generated_tokens" in generated and "cut_off" in generated:
         facts.append(
             (
@@ -176,7 +179,8 @@ def _trained_on(context: Context) -> TrainedOn | None:
         return None
     config = context.config
     shipped = shipped_folder("data_gen")
-    files = [file for name in config.data.train for file in find_prompt_files(name, prompt_roots(), "data.train")]
+    names = config.data.train
+    files = [file for name in names for file in find_prompt_files(name, prompt_roots(), "data.train")]
     # A recipe's run has the recipe's name, unless the user gave it another one.
     if config.run.name in group_options("recipe"):
         again = [
@@ -186,8 +190,10 @@ def _trained_on(context: Context) -> TrainedOn | None:
     else:
         again = [f"target.path={config.target.path}", f"drafter={config.drafter.method}"]
     return TrainedOn(
-        workload=config.data.train,
-        shipped=shipped is not None and all(file.resolve().is_relative_to(shipped.resolve()) for file in files),
+        workload=config.data.source,
+        shipped=shipped is not None
+        and bool(files)
+        and all(file.resolve().is_relative_to(shipped.resolve()) for file in files),
         prompts=len(context.prompts.train),
         run_dir=str(context.run_dir.path),
         again=again,

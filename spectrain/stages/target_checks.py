@@ -55,6 +55,8 @@ def _check_prompts(context: Context) -> None:
     from spectrain.stages.answer_suite import answer_limit, suite_prompts
 
     command, longest = context.command, context.config.target.max_length
+    if context.prompts_or_none is None and context.config.data.selects:
+        return  # a plan that does not read them
     if "generate" in command.stages:
         stored = ResponseStore(context.data_dir.responses).keys()
         conversations = [*context.prompts.train, *context.prompts.heldout]

@@ -8,6 +8,7 @@ STORE = "tests/unit/test_hidden_states.py"
 VOCAB = "tests/unit/test_vocab.py"
 RESPONSES = "tests/unit/test_responses.py"
 SERVED = "tests/unit/test_served_prompts.py"
+SETS = "tests/unit/test_data_sets.py"
 
 MUTATIONS = (
     Mutation(
@@ -289,5 +290,40 @@ MUTATIONS = (
         "return digest_json([*parts, dict(sorted(template_kwargs.items()))] if template_kwargs else parts)",
         "return digest_json(parts)",
         ("tests/unit/test_responses.py",),
+    ),
+    Mutation(
+        "a training prompt may resemble a held-out one",
+        DATA + "prompt_selection.py",
+        'for side in ("heldout", "train"):  # so that',
+        'for side in ("train", "heldout"):  # so that',
+        (SETS,),
+    ),
+    Mutation(
+        "a repeated prompt is drawn twice",
+        DATA + "prompt_selection.py",
+        "        seen.add(key)\n",
+        "",
+        (SETS,),
+    ),
+    Mutation(
+        "the draw keeps the prompts of greatest chance",
+        DATA + "prompt_selection.py",
+        "entry = (-draw, -number, conversation)",
+        "entry = (draw, -number, conversation)",
+        (SETS,),
+    ),
+    Mutation(
+        "the form of a suite's prompts counts as overlap",
+        DATA + "near_copies.py",
+        "if count < _FORM:",
+        "if count:",
+        (SETS,),
+    ),
+    Mutation(
+        "an answer is taken for a prompt",
+        DATA + "row_forms.py",
+        'expected = ("assistant",) if role == "user" else ("user",)',
+        'expected = ("assistant", "user")',
+        (SETS,),
     ),
 )
