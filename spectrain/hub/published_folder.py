@@ -10,7 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from spectrain.drafters.drafter_digests import CONFIG, WEIGHTS, with_digests
+from markupsafe import escape
+
+from spectrain.drafters.drafter_digests import CONFIG, with_digests
 from spectrain.errors import RunError
 
 # Of ``spectrain`` in config.json: what a reader needs, and nothing that a later version may add without thinking of it.
@@ -67,8 +69,9 @@ def refuse_private(folder: Path, private: Mapping[str, str], prompts: Iterable[s
     for prompt in prompts:
         text = prompt.strip()
         # As it is, as JSON writes it, and as HTML does.
-        if len(text) >= _SHORTEST_PROMPT and any(form in everything for form in {text, json.dumps(text)[1:-1]}):
-            where = next((str(name) for name, content in contents.items() if text in content), "a file")
+        forms = {text, json.dumps(text)[1:-1], str(escape(text))}
+        if len(text) >= _SHORTEST_PROMPT and any(form in everything for form in forms):
+            where = next(str(name) for name, content in contents.items() if any(form in content for form in forms))
             raise RunError(f"{where} would have been published with a prompt in it: nothing was uploaded")
 
 
@@ -79,6 +82,3 @@ def _content(path: Path) -> str:
     if path.suffix not in _TEXTS:
         raise RunError(f"{path.name} is of a kind that publish does not upload")
     return path.read_text(encoding="utf-8")
-
-
-__all__ = ["CONFIG", "WEIGHTS", "public_config", "refuse_private", "write_config"]

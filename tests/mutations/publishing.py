@@ -27,6 +27,13 @@ MUTATIONS = (
         (f"{PUBLISH}::test_nothing_of_the_machine_is_in_any_file",),
     ),
     Mutation(
+        "a prompt with quotes passes the search in a page",
+        "spectrain/hub/published_folder.py",
+        ", str(escape(text))}",
+        "}",
+        ("tests/unit/test_published_folder.py",),
+    ),
+    Mutation(
         "the Hub's Retry-After is not kept",
         "spectrain/hub/upload.py",
         "                told_s = _retry_after_s(error)\n",
