@@ -167,7 +167,6 @@ class PEagleMethod(Eagle3Method):
 
     name = "peagle"
     label = "P-EAGLE"
-    layout = ""  # no other project's is written
     sections = (*Eagle3Method.sections[:-1], "peagle")
     switches = ("norm_before_residual", "norm_before_fc")
     drafts_step_by_step = False  # a shorter round costs about what a longer one does
