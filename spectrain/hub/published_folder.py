@@ -63,7 +63,7 @@ def refuse_private(folder: Path, private: Mapping[str, str], prompts: Iterable[s
     contents = {path.relative_to(folder): _content(path) for path in sorted(folder.rglob("*")) if path.is_file()}
     for name, content in contents.items():
         for text, what in private.items():
-            if text and text in content:
+            if text and _holds(content, text):
                 raise RunError(f"{name} would have been published with {what} in it: nothing was uploaded")
     everything = "\n".join(contents.values())
     for prompt in prompts:
@@ -73,6 +73,13 @@ def refuse_private(folder: Path, private: Mapping[str, str], prompts: Iterable[s
         if len(text) >= _SHORTEST_PROMPT and any(form in everything for form in forms):
             where = next(str(name) for name, content in contents.items() if any(form in content for form in forms))
             raise RunError(f"{where} would have been published with a prompt in it: nothing was uploaded")
+
+
+def _holds(content: str, text: str) -> bool:
+    """Whether a text is in there; a path only where it begins, not as the end of an address or of a longer one."""
+    if not text.startswith("/"):
+        return text in content
+    return re.search(rf"(?<![\w.:/-]){re.escape(text)}(?![\w-])", content) is not None
 
 
 def _content(path: Path) -> str:

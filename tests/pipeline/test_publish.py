@@ -92,6 +92,7 @@ def test_nothing_of_the_machine_is_in_any_file(run_dir: Path, arguments: list[st
         content = path.read_bytes() if path.is_file() else b""
         assert not [place for place in places if place.encode() in content], path
     assert load_file(folder / "model.safetensors").keys()
+    assert (folder / "eval").stat().st_mode & 0o111 == 0o111  # can be entered
 
 
 def _value(arguments: list[str], key: str) -> str:

@@ -34,6 +34,11 @@ def test_a_folder_with_nothing_private_passes(folder: Path):
     refuse_private(folder, PLACE, ["river", PROMPT])
 
 
+def test_the_end_of_an_address_is_no_path(folder: Path):
+    (folder / "README.md").write_text("https://hub/work and /work-flows and a/work, ./work")
+    refuse_private(folder, {"/work": "a path of this machine"})
+
+
 @pytest.mark.parametrize("file", ["README.md", "eval/record.json"])
 @pytest.mark.parametrize("text", [*PLACE, PROMPT, json.dumps(PROMPT), str(escape(PROMPT))])
 def test_a_text_is_found_wherever_it_is(folder: Path, file: str, text: str):
