@@ -57,7 +57,9 @@ def measured(run_dir: RunDir, repo: str) -> Measured:
             record = read_record(path)
             records[path.name] = replace(record, drafter=repo if record.is_drafter else None)
             if entry.get("hardware"):
-                hardware[path.name] = entry["hardware"]
+                # Servers may be anywhere; what was recorded is the machine that asked them.
+                elsewhere = ", or that of the servers" if record.engine == "vllm_server" else ""
+                hardware[path.name] = entry["hardware"] + elsewhere
     return Measured(list(records.values()), hardware)
 
 
