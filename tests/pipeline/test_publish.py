@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import yaml
@@ -61,6 +62,9 @@ def test_what_is_uploaded_comes_back_bit_for_bit_and_loads(run_dir: Path, hub: L
     assert {"README.md", "config.json", "model.safetensors", "report.html", "eval/heldout-hf-eagle3-n3-t0.json"} < set(
         files
     )
+
+    plot = ElementTree.fromstring(files["plots/acceptance_by_position.svg"].decode())
+    assert plot.tag.endswith("svg") and b"var(--" not in files["plots/acceptance_by_position.svg"]
 
     folder = Path(snapshot_download(REPO, cache_dir=tmp_path / "other"))
     for name, content in files.items():
