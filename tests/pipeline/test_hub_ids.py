@@ -13,6 +13,7 @@ from local_hub import BREAK, LocalHub, local_hub
 
 from spectrain import cli
 from spectrain.config.drafter_schema import DrafterConfig
+from spectrain.config.loading import compose
 from spectrain.config.target_schema import TargetConfig
 from spectrain.drafters.hub_drafters import drafter_name, drafter_path
 from spectrain.errors import ConfigError, InputError
@@ -69,6 +70,13 @@ def test_a_folder_of_that_name_is_a_folder(tmp_path: Path, monkeypatch: pytest.M
 def test_two_revisions_are_a_mistake():
     with pytest.raises(ConfigError, match=r"drafter.revision=v2"):
         DrafterConfig(path="org/name@v1", revision="v2")
+
+
+def test_a_revision_goes_with_its_drafter(tmp_path: Path):
+    (tmp_path / "config.yaml").write_text("drafter: {path: org/name, revision: v1}\n")
+    assert compose([f"run.dir={tmp_path}"]).drafter.revision == "v1"
+    assert compose([f"run.dir={tmp_path}", "drafter.path=org/other"]).drafter.revision is None
+    assert compose([f"run.dir={tmp_path}", "drafter.path=org/other@v2"]).drafter.revision == "v2"
 
 
 def test_only_the_drafter_is_fetched_and_only_once(hub: LocalHub, finished: Path):
