@@ -326,7 +326,10 @@ def _fixed_keys(line: CommandLine) -> frozenset[str]:
 
 def _changes_data(key: str, command: Command) -> bool:
     section = key.partition(".")[0]
-    if key == "drafter.path":  # to go on from, it decides the taps; to measure, it reads what is there
+    if key in (
+        "drafter.path",
+        "drafter.revision",
+    ):  # to go on from, it decides the taps; to measure, it reads what is there
         return command.trains
     chooses_taps = key in ("drafter", "drafter.method", "drafter.taps")
     return section not in ("trainer", "drafter", "decoding", "suite", "logger", "launcher") or chooses_taps

@@ -169,6 +169,8 @@ class _Handler(BaseHTTPRequestHandler):
         if path == "/api/repos/create":
             return self._create(json.loads(body), authorised)
         if words[:2] == ["api", "collections"]:
+            if self.command == "GET":
+                return self._collection("/".join(words[2:]))
             return self._collect("/".join(words[2:-1]), json.loads(body)["item"]["id"])
         if words[0] == "lfs":
             return self._lfs(words[1], body)
@@ -199,6 +201,9 @@ class _Handler(BaseHTTPRequestHandler):
         if repo in items:
             return self._json({"error": "already there"}, 409)
         items.append(repo)
+        return self._collection(slug)
+
+    def _collection(self, slug: str) -> None:
         return self._json(
             {"slug": slug, "title": slug, "owner": {}, "items": [], "lastUpdated": "2026-01-01T00:00:00.000Z"}
             | {"position": 0, "private": False, "theme": "blue", "upvotes": 0}

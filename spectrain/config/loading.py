@@ -382,6 +382,8 @@ def _base_values(parsed: Sequence[Override]) -> dict[str, Any]:
     # A group that is chosen anew starts from its own defaults: what was set for another method or engine does not
     # belong to it.
     chosen = {str(override.key_or_group) for override in parsed}
+    if "drafter.path" in chosen and isinstance(values.get("drafter"), dict):
+        values["drafter"].pop("revision", None)  # that of another drafter
     kept = {section: value for section, value in values.items() if section not in chosen & set(GROUPS)}
     try:
         build(_resolve(kept))

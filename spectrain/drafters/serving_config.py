@@ -140,9 +140,9 @@ def fetch_config_file(repo: str, revision: str | None = None) -> Path:
         try:
             return Path(hf_hub_download(repo, CONFIG, revision=revision, local_files_only=True))
         except LocalEntryNotFoundError:
-            # Unlike the download, it tries once.
-            commit = HfApi().model_info(repo, revision=revision, timeout=_ASK_S).sha
-            return Path(hf_hub_download(repo, CONFIG, revision=commit))
+            HfApi().model_info(repo, revision=revision, timeout=_ASK_S)  # unlike the download, it tries once
+            # By the name that was given, so that the cache knows it the next time.
+            return Path(hf_hub_download(repo, CONFIG, revision=revision))
     except HFValidationError:
         raise InputError(f"drafter.path={repo} is no folder, and no name that the Hub could have: correct it") from None
     except Exception as error:  # network, disk and Hub errors of many types

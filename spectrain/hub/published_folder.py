@@ -10,7 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from spectrain.drafters.drafter_digests import CONFIG, WEIGHTS, with_digests
+from markupsafe import escape
+
+from spectrain.drafters.drafter_digests import CONFIG, with_digests
 from spectrain.errors import RunError
 
 # Of ``spectrain`` in config.json: what a reader needs, and nothing that a later version may add without thinking of it.
@@ -61,15 +63,23 @@ def refuse_private(folder: Path, private: Mapping[str, str], prompts: Iterable[s
     contents = {path.relative_to(folder): _content(path) for path in sorted(folder.rglob("*")) if path.is_file()}
     for name, content in contents.items():
         for text, what in private.items():
-            if text and text in content:
+            if text and _holds(content, text):
                 raise RunError(f"{name} would have been published with {what} in it: nothing was uploaded")
     everything = "\n".join(contents.values())
     for prompt in prompts:
         text = prompt.strip()
         # As it is, as JSON writes it, and as HTML does.
-        if len(text) >= _SHORTEST_PROMPT and any(form in everything for form in {text, json.dumps(text)[1:-1]}):
-            where = next((str(name) for name, content in contents.items() if text in content), "a file")
+        forms = {text, json.dumps(text)[1:-1], str(escape(text))}
+        if len(text) >= _SHORTEST_PROMPT and any(form in everything for form in forms):
+            where = next(str(name) for name, content in contents.items() if any(form in content for form in forms))
             raise RunError(f"{where} would have been published with a prompt in it: nothing was uploaded")
+
+
+def _holds(content: str, text: str) -> bool:
+    """Whether a text is in there; a path only where it begins, not as the end of an address or of a longer one."""
+    if not text.startswith("/"):
+        return text in content
+    return re.search(rf"(?<![\w.:/-]){re.escape(text)}(?![\w-])", content) is not None
 
 
 def _content(path: Path) -> str:
@@ -79,6 +89,3 @@ def _content(path: Path) -> str:
     if path.suffix not in _TEXTS:
         raise RunError(f"{path.name} is of a kind that publish does not upload")
     return path.read_text(encoding="utf-8")
-
-
-__all__ = ["CONFIG", "WEIGHTS", "public_config", "refuse_private", "write_config"]

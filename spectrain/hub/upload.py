@@ -8,6 +8,7 @@ else's commit at the same moment) is tried again, after as long as the Hub asks 
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import TypeVar
 
 from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
+from huggingface_hub.utils import disable_progress_bars
 
 from spectrain.console import say
 from spectrain.errors import InputError, RunError, SpectrainError
@@ -45,6 +47,8 @@ def upload(folder: Path, repository: Repository, message: str) -> str:
     Raises InputError where the user is not logged in, or the repository is public where it should be private; RunError
     where the Hub refuses or does not answer.
     """
+    if not sys.stderr.isatty():
+        disable_progress_bars()  # in a log they end up before whatever comes next
     hub = _Hub(HfApi(), repository)
     hub.check_login()
     hub.create()

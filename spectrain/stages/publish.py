@@ -19,6 +19,7 @@ from rich.markdown import Markdown
 from spectrain.config.schema import SpectrainConfig
 from spectrain.console import say, stdout
 from spectrain.drafters.drafter_digests import CONFIG, WEIGHTS, check_drafter_digests
+from spectrain.drafters.hub_drafters import is_hub_id
 from spectrain.drafters.serving_config import ServingConfig, read_serving_config
 from spectrain.errors import ConfigError, InputError
 from spectrain.evaluation.report.html import ReportInputs, write_report
@@ -92,7 +93,7 @@ def _base_model(config: SpectrainConfig, serving: ServingConfig, dry_run: bool) 
     if config.publish.base_model is not None:
         return config.publish.base_model
     for name in (config.target.path, serving.target):
-        if name and not os.path.isabs(os.path.expanduser(name)) and not os.path.isdir(name) and "/" in name:
+        if name and is_hub_id(name) and not os.path.exists(name):
             return name
     asks = "publish.base_model: the target is a folder of this machine: name its Hub id, publish.base_model=ORG/NAME"
     if not dry_run:

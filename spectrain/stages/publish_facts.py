@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
@@ -9,6 +10,7 @@ from typing import Any
 
 from spectrain.config.schema import SpectrainConfig
 from spectrain.drafters.drafter_digests import CONFIG, WEIGHTS
+from spectrain.drafters.hub_drafters import is_hub_id
 from spectrain.drafters.layout_writers import served_by_sglang
 from spectrain.drafters.registry import find_method
 from spectrain.drafters.serving_config import ServingConfig, drafter_digest
@@ -25,7 +27,7 @@ _CARD = "README.md"
 # Of the inputs of ``fit``: what another person needs to train such a drafter.
 _RECIPE = (
     *("drafter.init", "drafter.loss.weights", "trainer.epochs", "trainer.optimizer", "trainer.learning_rate"),
-    *("trainer.packed_length", "trainer.precision", "target.max_length"),
+    *("trainer.packed_length", "trainer.precision", "target.max_length", "target.template_kwargs"),
 )
 
 
@@ -55,7 +57,9 @@ def measured(run_dir: RunDir, repo: str) -> Measured:
             record = read_record(path)
             records[path.name] = replace(record, drafter=repo if record.is_drafter else None)
             if entry.get("hardware"):
-                hardware[path.name] = entry["hardware"]
+                # Servers may be anywhere; what was recorded is the machine that asked them.
+                elsewhere = ", or that of the servers" if record.engine == "vllm_server" else ""
+                hardware[path.name] = entry["hardware"] + elsewhere
     return Measured(list(records.values()), hardware)
 
 
@@ -88,7 +92,7 @@ def card_facts(
         sglang=served_by_sglang(fields),
         license=own.license or _license(config, base_model, ask_hub),
         languages=own.languages,
-        datasets=own.datasets,
+        datasets=own.datasets or _datasets(run_dir),
         sources=_sources(config, run_dir),
         records=found.records,
         hardware=found.hardware,
@@ -99,26 +103,38 @@ def card_facts(
     )
 
 
+def _drawn(run_dir: RunDir) -> list[Mapping[str, Any]]:
+    """Sets that the prompts were drawn from, as generate recorded them."""
+    return [source for source in run_dir.outputs("generate").get("sources") or [] if isinstance(source, Mapping)]
+
+
+def _datasets(run_dir: RunDir) -> list[str]:
+    """Their ids on the Hub."""
+    paths = [str(source.get("path", "")) for source in _drawn(run_dir)]
+    return [
+        path for path in dict.fromkeys(paths) if path.count("/") == 1 and is_hub_id(path) and not os.path.exists(path)
+    ]
+
+
 def _sources(config: SpectrainConfig, run_dir: RunDir) -> list[DataSource]:
-    """Prompts by what they are called, never by where they lie; those of data sets as the manifest has them."""
-    own = config.publish
-    drawn = run_dir.outputs("generate").get("sources", [])
-    sets = [
-        DataSource(
-            f"{PurePath(source['path']).name if PurePath(source['path']).is_absolute() else source['path']} at "
-            f"{source['revision'][:12]}",
-            source.get("license") or "",
-        )
-        for source in drawn
-    ]
+    """Prompts by what they are called, never by where they lie."""
+    own, drawn = config.publish, _drawn(run_dir)
+    if drawn:
+        return [
+            DataSource(
+                described(_called(str(source.get("path", ""))), source.get("revision")),
+                str(source.get("license") or ""),
+            )
+            for source in drawn
+        ]
     licences = [*own.data_licenses, *[""] * len(config.data.train)]
-    sources = [
-        DataSource(
-            PurePath(name).name if PurePath(name).is_absolute() or name.startswith(("~", ".")) else name, licence
-        )
-        for name, licence in zip(config.data.train, licences, strict=False)
-    ]
-    return [*(DataSource(name, "see the set's own card") for name in own.datasets), *sets, *sources]
+    sources = [DataSource(_called(name), licence) for name, licence in zip(config.data.train, licences, strict=False)]
+    return [*(DataSource(name, "see the set's own card") for name in own.datasets), *sources]
+
+
+def _called(name: str) -> str:
+    """A file or folder without the place where it lies."""
+    return PurePath(name).name if PurePath(name).is_absolute() or name.startswith(("~", ".")) else name
 
 
 def _shape(fields: Mapping[str, Any], weights: Path) -> list[tuple[str, str]]:

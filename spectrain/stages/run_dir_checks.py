@@ -5,10 +5,13 @@ Reads all of it (hidden states a second or so a GB) and changes nothing but the 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from spectrain.errors import SpectrainError
+from spectrain.files import DIGEST, check_digest
 from spectrain.stages.findings import Finding
 from spectrain.stages.run_dir import RunDir
 
@@ -26,7 +29,11 @@ def check_run_dir(path: str) -> Iterator[Finding]:
         yield Finding("manifest", "warning", f"{run_dir.path} is no run directory yet", "run a command there first")
         return
     stages = ", ".join(f"{name} {entry['status']}" for name, entry in manifest["stages"].items())
-    yield Finding("manifest", "ok", f"its digest is right; {stages}")
+    if _is_whole(run_dir.path / "manifest.json"):
+        yield Finding("manifest", "ok", f"its digest is right; {stages}")
+    else:
+        remedy = "nothing: the next command that works there writes it again"
+        yield Finding("manifest", "warning", "damaged, its copy is used", remedy)
     for name, check in (
         ("responses", _responses),
         ("hidden states", _hidden_states),
@@ -35,6 +42,16 @@ def check_run_dir(path: str) -> Iterator[Finding]:
         ("records", _records),
     ):
         yield from _said(name, lambda check=check: check(run_dir, manifest))  # type: ignore[misc]
+
+
+def _is_whole(file: Path) -> bool:
+    """Whether a JSON file is what was written, rather than its copy."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        check_digest(content, file, "")
+    except (OSError, ValueError, SpectrainError):
+        return False
+    return DIGEST in content
 
 
 def _said(name: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:

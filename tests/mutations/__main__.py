@@ -38,6 +38,7 @@ import decoding
 import drafters
 import engines
 import evaluation
+import publishing
 import signals
 import stages
 import targets
@@ -50,6 +51,7 @@ COPIED, LINKED = ("spectrain", "tests"), ("conf", "data_gen", "recipes", "eval",
 TIMEOUT_S = 600
 AREAS = (
     *(autoregressive, block, drafters, decoding, data, engines, training, evaluation, stages, config, targets),
+    publishing,
     signals,
 )
 BY_AREA = {area.__name__: area.MUTATIONS for area in AREAS}

@@ -45,7 +45,8 @@ def test_a_finished_run_is_whole(run_dir: Path):
 @pytest.mark.parametrize(
     ("name", "level", "damage"),
     [
-        ("manifest", "failure", lambda run: (run / "manifest.json").write_text("{}")),
+        ("manifest", "warning", lambda run: (run / "manifest.json").write_text("{}")),
+        ("manifest", "failure", lambda run: [path.write_text("{}") for path in run.glob("*manifest*")]),
         ("responses", "failure", lambda run: flip(first(run / "responses", "*.parquet"))),
         ("responses", "failure", lambda run: first(run / "responses", "*.parquet").unlink()),
         ("hidden states", "failure", lambda run: flip(first(run / "hidden_states", "*.safetensors"))),

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import yaml
@@ -62,6 +63,9 @@ def test_what_is_uploaded_comes_back_bit_for_bit_and_loads(run_dir: Path, hub: L
         files
     )
 
+    plot = ElementTree.fromstring(files["plots/acceptance_by_position.svg"].decode())
+    assert plot.tag.endswith("svg") and b"var(--" not in files["plots/acceptance_by_position.svg"]
+
     folder = Path(snapshot_download(REPO, cache_dir=tmp_path / "other"))
     for name, content in files.items():
         assert (folder / name).read_bytes() == content
@@ -92,6 +96,7 @@ def test_nothing_of_the_machine_is_in_any_file(run_dir: Path, arguments: list[st
         content = path.read_bytes() if path.is_file() else b""
         assert not [place for place in places if place.encode() in content], path
     assert load_file(folder / "model.safetensors").keys()
+    assert (folder / "eval").stat().st_mode & 0o111 == 0o111  # can be entered
 
 
 def _value(arguments: list[str], key: str) -> str:

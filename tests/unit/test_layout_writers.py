@@ -29,7 +29,7 @@ CASES: dict[str, tuple[str, Any]] = {
     "dflash, sliding and causal": ("zlab", BlockOptions(window=3, causal=True, block_size=6)),
     "dflash2": ("zlab", DFLASH2),
     "dspark": ("deepspec", DSPARK),
-    "dspark, from the masks, causal": ("deepspec", BlockOptions("dspark", window=3, causal=True)),
+    "dspark, from the masks, causal": ("deepspec", BlockOptions("dspark", window=3, causal=True, markov="vanilla")),
     "eagle3": ("eagle", Options(reduced=True)),
     "eagle3, qwen3 layer": ("eagle", Options(layer_type="qwen3", reduced=True)),
     "eagle3, all switches": (
