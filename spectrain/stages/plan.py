@@ -108,12 +108,13 @@ def planned_ranks(context: Context) -> int:
     return count_devices(wanted)
 
 
-def training_memory(context: Context, strategy: str = "ddp") -> RankMemory:
-    """What one rank of ``fit`` needs."""
+def training_memory(context: Context, strategy: str | None = None) -> RankMemory:
+    """What one rank of ``fit`` needs; ``strategy``: None: ``trainer.strategy``."""
     from spectrain.stages.training_memory import rank_memory
 
     size, (training, evaluation) = drafter_size(context), training_passes(context)
     accumulation = context.config.trainer.gradient_accumulation
+    strategy = strategy or context.config.trainer.strategy
     return rank_memory(size, training, evaluation, planned_ranks(context), strategy, accumulation)
 
 
@@ -128,6 +129,7 @@ def drafter_size(context: Context) -> DrafterSize:
     for name, (size, _) in parameters.items():
         piece = ".".join(name.split(".")[:2]) if name.startswith("layers.") else name
         pieces[piece] = pieces.get(piece, 0) + size
+    of_layers = [size for piece, size in pieces.items() if piece.startswith("layers.")]
     matrices = {name: size for name, (size, dimensions) in parameters.items() if dimensions > 1}
     frozen = 0 if config.train_head or not shape.owns_head else parameters["lm_head.weight"][0]
     muon = context.config.trainer.optimizer == "muon"
@@ -139,12 +141,13 @@ def drafter_size(context: Context) -> DrafterSize:
         parameters=every,
         trained=every - frozen,
         matrix_entries=sum(matrices.values()) - shape.owns_head * matrices.get("lm_head.weight", 0),
-        largest_layer=max(pieces.values()),
+        largest_layer=max(of_layers, default=0),
         momentum_only=sum(n for name, n in matrices.items() if name.startswith(("layers.", "fc."))) * muon,
         draft_vocab=shape.draft_vocab_size,
         head_entries=spec.vocab_size * spec.hidden_size * (1 if spec.tie_word_embeddings else 2),
         owns_head=shape.owns_head,
         trains_head=shape.owns_head and config.train_head,
+        outside_layers=every - sum(of_layers),
     )
 
 
@@ -164,7 +167,8 @@ def training_passes(context: Context) -> tuple[Pass, Pass]:
     backend = drafter.attention if drafter.attention != "auto" else "flex" if accelerator else "eager"
     number_bytes = _DTYPE_BYTES[trainer.precision]
     rows = method.training_rows(drafter, trainer, batch)
-    training = Pass(rows, batch.tokens, keys, backend, number_bytes, state_bytes, accelerator)
+    recompute = trainer.gradient_checkpointing
+    training = Pass(rows, batch.tokens, keys, backend, number_bytes, state_bytes, accelerator, recompute)
     # The evaluation runs without autocast.
     evaluation = Pass(
         method.simulated_rows(drafter, drafts, one), one.tokens, keys, backend, 4, state_bytes, accelerator

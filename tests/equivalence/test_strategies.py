@@ -1,4 +1,4 @@
-"""One rank, two, two micro-batches, FSDP2, ZeRO 1 to 3: the same training, step by step, for both shapes of drafter; and
+"""One rank, two, micro-batches, FSDP2, ZeRO 1 to 3: the same training, step by step, for both shapes of drafter; and
 each goes on from the checkpoint of another.
 
 In float32, which is what sharding engines take: numbers differ by rounding.
@@ -62,7 +62,7 @@ def table(folder: Path, method: str, ways: list[str]) -> str:
 def test_all_strategies_are_one(trained: Path, method: str, capsys: pytest.CaptureFixture[str]) -> None:
     ways = ["one rank", "four micro-batches", *STRATEGIES]
     with capsys.disabled():
-        print("\n" + table(trained, method, ways))
+        print("\n" + table(trained, method, ways))  # noqa: T201 (what the test is for)
     expected = steps(trained / "one rank" / method)
     assert len(expected) >= 5
     assert max(line["gradient_norm"] for line in expected) > 1.0 > 0.0  # so that clipping has something to do
