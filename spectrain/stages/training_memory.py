@@ -92,8 +92,8 @@ def rank_memory(
     size: DrafterSize, training: Pass, evaluation: Pass, ranks: int, strategy: str = "ddp", accumulation: int = 1
 ) -> RankMemory:
     """What one of ``ranks`` needs under ``strategy``, which shares out moments (zero1), gradients too (zero2), weights
-    too (zero3, fsdp2: a layer at a time is gathered, what is outside of layers for a whole pass; an evaluation has all).
-    DeepSpeed's optimiser moves a second copy of this rank's weights.
+    too (zero3, fsdp2: a layer at a time is gathered, what is outside of layers for a whole pass, all of it for an
+    evaluation). DeepSpeed's optimiser moves a second copy of this rank's weights.
     """
     sharded = ranks > 1 and strategy in ("zero3", "fsdp2")
     shares = {"ddp": (1, 1, 1), "zero1": (1, 1, ranks), "zero2": (1, ranks, ranks)}.get(strategy, (ranks,) * 3)

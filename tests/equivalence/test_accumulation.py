@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from two_ranks import METHODS, OPTIONS, SETTINGS, documents, fresh_drafter, two_ranks
 
+from spectrain.drafters import layers
 from spectrain.training.trainer import Trainer
 
 
@@ -104,6 +106,22 @@ def test_a_micro_batch_without_answers_does_not_dilute_the_others(tmp_path: Path
         traces.append(traced(trainer))
         trainer.fit()
     torch.testing.assert_close(traces[1][0], traces[0][0], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_gradient_checkpointing_changes_nothing(tmp_path: Path, method: str) -> None:
+    """Bit for bit: the same products are made, some of them twice."""
+    traces = []
+    for option in (False, True):
+        with patch.object(layers, "checkpoint", wraps=layers.checkpoint) as spy:
+            trace, weights, lines = train(tmp_path / str(option), method, gradient_checkpointing=option)
+        assert bool(spy.call_count) == option
+        traces.append((trace, weights, [line.get("loss") for line in lines]))
+    (kept, kept_weights, kept_losses), (again, again_weights, again_losses) = traces
+    assert again_losses == kept_losses
+    for one, two in zip(kept, again, strict=True):
+        assert all(torch.equal(one[name], two[name]) for name in one)
+    assert all(torch.equal(kept_weights[name], again_weights[name]) for name in kept_weights)
 
 
 def test_two_processes_are_one(tmp_path: Path) -> None:

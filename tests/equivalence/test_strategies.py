@@ -22,6 +22,7 @@ pytest.importorskip("deepspeed", reason="zero1 to zero3 need DeepSpeed: make dee
 pytestmark = pytest.mark.slow
 
 STRATEGIES = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
+CHECKPOINTED = ("fsdp2+", "zero3+")  # where backward gathers layers that run again
 RESUMED = ("ddp:fsdp2", "fsdp2:zero3", "zero3:zero1", "zero1:zero2", "zero2:ddp")
 SAME = {"rtol": 2e-4, "atol": 2e-6}
 
@@ -41,7 +42,7 @@ def steps(folder: Path) -> list[dict[str, Any]]:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with ``HOW/METHOD`` for every way of training."""
     folder = tmp_path_factory.mktemp("strategies")
-    with two_ranks(folder, *STRATEGIES, *RESUMED) as said:
+    with two_ranks(folder, *STRATEGIES, *CHECKPOINTED, *RESUMED) as said:
         for method in METHODS:
             train_alone(folder / "one rank" / method, method, micro_batch_size=4, gradient_accumulation=1)
             train_alone(folder / "four micro-batches" / method, method)
@@ -60,7 +61,7 @@ def table(folder: Path, method: str, ways: list[str]) -> str:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_all_strategies_are_one(trained: Path, method: str, capsys: pytest.CaptureFixture[str]) -> None:
-    ways = ["one rank", "four micro-batches", *STRATEGIES]
+    ways = ["one rank", "four micro-batches", *STRATEGIES, *CHECKPOINTED]
     with capsys.disabled():
         print("\n" + table(trained, method, ways))  # noqa: T201 (what the test is for)
     expected = steps(trained / "one rank" / method)

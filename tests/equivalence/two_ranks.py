@@ -1,7 +1,8 @@
 """One of two processes that train together, one drafter after the other; started by tests that train the same alone.
 
 Usage: two_ranks.py FOLDER [STRATEGY or BEFORE:STRATEGY …], with RANK, WORLD_SIZE and the address of the first process
-in the environment. Without strategies: ddp, in float64. BEFORE:STRATEGY goes on from a checkpoint that BEFORE wrote.
+in the environment. Without strategies: ddp, in float64. BEFORE:STRATEGY goes on from a checkpoint that BEFORE wrote;
+STRATEGY+ is with gradient checkpointing.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ def train(into: Path, drafter: Drafter, strategy: str, ranks: Ranks) -> None:
         into,
         drafter,
         MemoryStore(documents(drafter.head)),
-        trainer_config(**SETTINGS, strategy=strategy),
+        trainer_config(**SETTINGS, strategy=strategy.rstrip("+"), gradient_checkpointing=strategy.endswith("+")),
         accelerator=accelerator,
         ranks=ranks,
     )
