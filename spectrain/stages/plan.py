@@ -160,6 +160,7 @@ def training_passes(context: Context) -> tuple[Pass, Pass]:
     trainer, drafter, method = config.trainer, config.drafter, find_method(config.drafter.method)
     drafts = max(config.decoding.num_speculative_tokens, method.max_drafts(drafter) or 0)
     one = BatchSize(batch.tokens / trainer.micro_batch_size, batch.generated_tokens / trainer.micro_batch_size)
+    one = max(one, *_heldout(context), key=lambda size: size.tokens)  # a longer document is scored whole and alone
     accelerator, state_bytes = on_accelerator(context), _DTYPE_BYTES["float32"]
     if context.states_dtype == "bfloat16":
         state_bytes = 2
@@ -167,8 +168,8 @@ def training_passes(context: Context) -> tuple[Pass, Pass]:
     backend = drafter.attention if drafter.attention != "auto" else "flex" if accelerator else "eager"
     number_bytes = _DTYPE_BYTES[trainer.precision]
     rows = method.training_rows(drafter, trainer, batch)
-    recompute = trainer.gradient_checkpointing
-    training = Pass(rows, batch.tokens, keys, backend, number_bytes, state_bytes, accelerator, recompute)
+    common = (keys, backend, number_bytes, state_bytes, accelerator)
+    training = Pass(rows, batch.tokens, *common, trainer.gradient_checkpointing)
     # The evaluation runs without autocast.
     evaluation = Pass(
         method.simulated_rows(drafter, drafts, one), one.tokens, keys, backend, 4, state_bytes, accelerator
@@ -194,6 +195,16 @@ def _document_tokens(context: Context) -> list[tuple[int, int]]:
         prompt, answer = _tokens(conversation, config.sampling.max_new_tokens)
         found.append((min(prompt, longest - 1), max(1, min(answer, longest - prompt))))
     return found
+
+
+def _heldout(context: Context) -> list[BatchSize]:
+    """Every document that an evaluation scores."""
+    from spectrain.drafters.registry import BatchSize
+
+    config, most = context.config, context.config.target.max_length
+    scored = context.prompts.heldout[: config.trainer.eval_documents]
+    lengths = (_tokens(conversation, config.sampling.max_new_tokens) for conversation in scored)
+    return [BatchSize(min(prompt + answer, most), min(answer, most)) for prompt, answer in lengths]
 
 
 def _micro_batch(context: Context) -> BatchSize:
