@@ -112,10 +112,9 @@ def training_memory(context: Context, strategy: str | None = None) -> RankMemory
     """What one rank of ``fit`` needs; ``strategy``: None: ``trainer.strategy``."""
     from spectrain.stages.training_memory import rank_memory
 
-    size, (training, evaluation) = drafter_size(context), training_passes(context)
-    accumulation = context.config.trainer.gradient_accumulation
-    strategy = strategy or context.config.trainer.strategy
-    return rank_memory(size, training, evaluation, planned_ranks(context), strategy, accumulation)
+    size, trainer = drafter_size(context), context.config.trainer
+    ranks, strategy = planned_ranks(context), strategy or trainer.strategy
+    return rank_memory(size, *training_passes(context), ranks, strategy, trainer.gradient_accumulation)
 
 
 def drafter_size(context: Context) -> DrafterSize:
@@ -170,10 +169,8 @@ def training_passes(context: Context) -> tuple[Pass, Pass]:
     rows = method.training_rows(drafter, trainer, batch)
     common = (keys, backend, number_bytes, state_bytes, accelerator)
     training = Pass(rows, batch.tokens, *common, trainer.gradient_checkpointing)
-    # The evaluation runs without autocast.
-    evaluation = Pass(
-        method.simulated_rows(drafter, drafts, one), one.tokens, keys, backend, 4, state_bytes, accelerator
-    )
+    scored = method.simulated_rows(drafter, drafts, one)
+    evaluation = Pass(scored, one.tokens, keys, backend, 4, state_bytes, accelerator)  # without autocast
     return training, evaluation
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -227,12 +228,9 @@ def test_blocks_are_scored_some_at_a_time(
     runs = []
     for rows in (1, 3 * drafter.shape.slots(setting.most)):
         monkeypatch.setattr("spectrain.drafters.block.block_shape._SCORED_ROWS", rows)
-        with monkeypatch.context() as patched:
-            real = block_drafter.run_blocks
-            sizes: list[int] = []
-            patched.setattr(block_drafter, "run_blocks", lambda *a: (sizes.append(len(a[2])), real(*a))[1])
+        with patch.object(block_drafter, "run_blocks", wraps=block_drafter.run_blocks) as spy:
             some = drafter.score(batch, setting.most, HOT, draft_sampling)
-        runs.append(max(sizes))
+        runs.append(max(len(call.args[2]) for call in spy.call_args_list))
         torch.testing.assert_close(some.accept_RK, whole.accept_RK, rtol=1e-9, atol=1e-9)
         assert torch.equal(some.anchor_R, whole.anchor_R)
         if whole.confidence_RK is not None:
