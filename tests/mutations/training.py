@@ -84,7 +84,8 @@ MUTATIONS = (
         "optimiser moves before the check",
         TRAINING + "trainer.py",
         "        self._check(step, sums)\n",
-        "        self.strategy.update(sums.weight)\n        self._check(step, sums)\n",
+        "        for optimizer in self.strategy.optimizers:\n            optimizer.step()\n"
+        "        self._check(step, sums)\n",
         ("tests/unit/test_trainer.py::test_a_loss_that_is_not_finite_stops_before_the_optimiser",),
     ),
     Mutation(
