@@ -49,6 +49,11 @@ class CheckpointWriter:
 
     def finish(self) -> None:
         """Until what was started is on disk. Raises RunError where it could not be written."""
-        running, self._running = self._running, None
-        if running is not None:
+        running = self._running
+        if running is None:
+            return
+        try:
             running.result()
+        finally:  # not before: a signal may come while the main thread waits, and waits, too
+            if self._running is running:
+                self._running = None

@@ -12,11 +12,13 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from accelerate import Accelerator
@@ -38,6 +40,7 @@ from spectrain.data.hidden_states import TargetStates
 from spectrain.drafters.drafter import Drafter
 from spectrain.target.head import TargetHead
 from spectrain.training.distributed import Ranks, joined
+from spectrain.training.zero import Zero
 
 OPTIONS = Options(reduced=True, layer_type="qwen3")
 METHODS = ("eagle3", "dspark")
@@ -111,7 +114,7 @@ def two_ranks(folder: Path, *strategies: str) -> Iterator[list[str]]:
 
 def main(folder: Path, strategies: list[str]) -> None:
     torch.set_num_threads(1)
-    with joined() as ranks:
+    with joined() as ranks, patch.object(Zero, "_settings", partialmethod(_let_go, Zero._settings)):
         for strategy in strategies or ["ddp"]:
             for method in METHODS:
                 into = folder / strategy / method
@@ -122,6 +125,13 @@ def main(folder: Path, strategies: list[str]) -> None:
                 ranks.wait()
                 dtype = torch.float32 if strategies else torch.float64
                 train(into, fresh_drafter(method, dtype), strategy_name, ranks)
+
+
+def _let_go(zero: Zero, settings: Callable[[Zero], dict[str, Any]]) -> dict[str, Any]:
+    """DeepSpeed would keep parameters as small as these on every rank."""
+    found = settings(zero)
+    found["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    return found
 
 
 def train(into: Path, drafter: Drafter, strategy: str, ranks: Ranks) -> None:
