@@ -27,6 +27,15 @@ class TrainerConfig(Section, name="trainer"):
         "processes that train together, one a device; auto: all GPUs here. Under torchrun or srun these decide",
         example="auto",
     )
+    strategy: Literal["ddp", "fsdp2", "zero1", "zero2", "zero3"] = key(
+        "ddp",
+        "what ranks share out: ddp nothing, zero1 moments, zero2 gradients, too, zero3 and fsdp2 weights as well; zero "
+        "needs DeepSpeed",
+    )
+    gradient_checkpointing: bool = key(
+        False,
+        "the backward pass runs each decoder layer again instead of keeping what is inside: less memory, slower",
+    )
     packed_length: int = key(
         2048, "tokens of a packed sequence, which holds whole documents", at_least=1, at_most=1 << 24
     )
@@ -93,6 +102,11 @@ class TrainerConfig(Section, name="trainer"):
     seed: int = key(0, "seed of the order of documents and of what training draws", at_least=0, below=SEEDS)
 
     def _check(self) -> None:
+        require(
+            self.optimizer != "muon" or self.strategy == "ddp",
+            f"trainer.strategy={self.strategy} leaves no rank a whole matrix, which trainer.optimizer=muon levels: "
+            f"take trainer.strategy=ddp or trainer.optimizer=adamw",
+        )
         require(
             self.devices == "auto" or (self.devices.isdecimal() and 1 <= int(self.devices) <= PROCESSES),
             f"trainer.devices={self.devices} must be auto or 1 to {PROCESSES}",

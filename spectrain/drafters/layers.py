@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from spectrain.config.drafter_schema import DrafterConfig
 from spectrain.console import quiet_transformers
@@ -177,6 +178,26 @@ class Projections(nn.Module):
 
     def output(self, heads: Tensor) -> Tensor:
         return self.o_proj(heads.flatten(-2))
+
+
+class DecoderLayer(nn.Module):
+    """Base of decoder layers. Training calls one as a module and as a whole, so that the hooks of a strategy that
+    shards parameters find it: they gather a layer's before it runs, and let them go after it.
+
+    ``recompute``: the backward pass runs ``run`` again instead of keeping what is inside the layer
+    (``trainer.gradient_checkpointing``). So ``run`` must give the same whenever it is called with the same arguments.
+    """
+
+    recompute = False
+
+    def forward(self, *arguments: Any) -> Any:
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(self.run, *arguments, use_reentrant=False)
+        return self.run(*arguments)
+
+    def run(self, *arguments: Any) -> Any:
+        """What the layer computes."""
+        raise NotImplementedError
 
 
 class VocabProjection(nn.Linear):

@@ -31,7 +31,7 @@ from spectrain.stages.drafter_checks import (
     check_measured,
 )
 from spectrain.stages.run_dir import RunDir, work_dir
-from spectrain.stages.target_checks import check_at_work, check_trackers, check_trackers_answer
+from spectrain.stages.target_checks import check_at_work, check_strategy, check_trackers, check_trackers_answer
 
 if TYPE_CHECKING:
     from spectrain.data.prompts import Conversation, PromptSplit
@@ -63,6 +63,7 @@ def check_config(config: SpectrainConfig, command: Command, given: Set[str] = fr
         )
     _check_lengths(config, command)
     check_trackers(config)
+    check_strategy(config, command)
     _check_engine(config, command)
     if config.drafter.path is not None:
         from spectrain.drafters.hub_drafters import drafter_path

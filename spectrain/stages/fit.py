@@ -36,7 +36,8 @@ VOCAB_SAMPLE = 4096
 # Settings that change what is logged or kept, not what is trained.
 _NO_INPUTS = {
     *("trainer.log_every_steps", "trainer.keep_checkpoints", "trainer.checkpoint_every_steps"),
-    *("trainer.loader_workers", "trainer.prefetch_batches", "trainer.devices"),
+    *("trainer.loader_workers", "trainer.prefetch_batches"),
+    *("trainer.devices", "trainer.strategy", "trainer.gradient_checkpointing"),
     *("decoding.draft_policy", "decoding.threshold"),
 }
 

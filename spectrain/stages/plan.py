@@ -119,13 +119,13 @@ def planned_ranks(context: Context) -> int:
     return count_devices(wanted)
 
 
-def training_memory(context: Context, strategy: str = "ddp") -> RankMemory:
-    """What one rank of ``fit`` needs."""
+def training_memory(context: Context, strategy: str | None = None) -> RankMemory:
+    """What one rank of ``fit`` needs; ``strategy``: None: ``trainer.strategy``."""
     from spectrain.stages.training_memory import rank_memory
 
-    size, (training, evaluation) = drafter_size(context), training_passes(context)
-    accumulation = context.config.trainer.gradient_accumulation
-    return rank_memory(size, training, evaluation, planned_ranks(context), strategy, accumulation)
+    size, trainer = drafter_size(context), context.config.trainer
+    ranks, strategy = planned_ranks(context), strategy or trainer.strategy
+    return rank_memory(size, *training_passes(context), ranks, strategy, trainer.gradient_accumulation)
 
 
 def drafter_size(context: Context) -> DrafterSize:
@@ -139,6 +139,7 @@ def drafter_size(context: Context) -> DrafterSize:
     for name, (size, _) in parameters.items():
         piece = ".".join(name.split(".")[:2]) if name.startswith("layers.") else name
         pieces[piece] = pieces.get(piece, 0) + size
+    of_layers = [size for piece, size in pieces.items() if piece.startswith("layers.")]
     matrices = {name: size for name, (size, dimensions) in parameters.items() if dimensions > 1}
     frozen = 0 if config.train_head or not shape.owns_head else parameters["lm_head.weight"][0]
     muon = context.config.trainer.optimizer == "muon"
@@ -150,12 +151,13 @@ def drafter_size(context: Context) -> DrafterSize:
         parameters=every,
         trained=every - frozen,
         matrix_entries=sum(matrices.values()) - shape.owns_head * matrices.get("lm_head.weight", 0),
-        largest_layer=max(pieces.values()),
+        largest_layer=max(of_layers, default=0),
         momentum_only=sum(n for name, n in matrices.items() if name.startswith(("layers.", "fc."))) * muon,
         draft_vocab=shape.draft_vocab_size,
         head_entries=spec.vocab_size * spec.hidden_size * (1 if spec.tie_word_embeddings else 2),
         owns_head=shape.owns_head,
         trains_head=shape.owns_head and config.train_head,
+        outside_layers=every - sum(of_layers),
     )
 
 
@@ -168,6 +170,7 @@ def training_passes(context: Context) -> tuple[Pass, Pass]:
     trainer, drafter, method = config.trainer, config.drafter, find_method(config.drafter.method)
     drafts = max(config.decoding.num_speculative_tokens, method.max_drafts(drafter) or 0)
     one = BatchSize(batch.tokens / trainer.micro_batch_size, batch.generated_tokens / trainer.micro_batch_size)
+    one = max(one, *_heldout(context), key=lambda size: size.tokens)  # a longer document is scored whole and alone
     accelerator, state_bytes = on_accelerator(context), _DTYPE_BYTES["float32"]
     if context.states_dtype == "bfloat16":
         state_bytes = 2
@@ -175,11 +178,10 @@ def training_passes(context: Context) -> tuple[Pass, Pass]:
     backend = drafter.attention if drafter.attention != "auto" else "flex" if accelerator else "eager"
     number_bytes = _DTYPE_BYTES[trainer.precision]
     rows = method.training_rows(drafter, trainer, batch)
-    training = Pass(rows, batch.tokens, keys, backend, number_bytes, state_bytes, accelerator)
-    # The evaluation runs without autocast.
-    evaluation = Pass(
-        method.simulated_rows(drafter, drafts, one), one.tokens, keys, backend, 4, state_bytes, accelerator
-    )
+    common = (keys, backend, number_bytes, state_bytes, accelerator)
+    training = Pass(rows, batch.tokens, *common, trainer.gradient_checkpointing)
+    scored = method.simulated_rows(drafter, drafts, one)
+    evaluation = Pass(scored, one.tokens, keys, backend, 4, state_bytes, accelerator)  # without autocast
     return training, evaluation
 
 
@@ -202,6 +204,16 @@ def _document_tokens(context: Context) -> list[tuple[int, int]]:
         prompt, answer = _tokens(conversation, config.sampling.max_new_tokens)
         found.append((min(prompt, longest - 1), max(1, min(answer, longest - prompt))))
     return found
+
+
+def _heldout(context: Context) -> list[BatchSize]:
+    """Every document that an evaluation scores."""
+    from spectrain.drafters.registry import BatchSize
+
+    config, most = context.config, context.config.target.max_length
+    scored = context.prompts.heldout[: config.trainer.eval_documents]
+    lengths = (_tokens(conversation, config.sampling.max_new_tokens) for conversation in scored)
+    return [BatchSize(min(prompt + answer, most), min(answer, most)) for prompt, answer in lengths]
 
 
 def _micro_batch(context: Context) -> BatchSize:

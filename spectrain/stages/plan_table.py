@@ -25,7 +25,7 @@ from spectrain.stages.run_dir import Decision
 from spectrain.stages.select_prompts import PLANNED_CHARS
 from spectrain.stages.target_checks import memory_bytes
 from spectrain.stages.target_size import active_parameters, target_parameters
-from spectrain.stages.training_memory import CAN_BE_CHOSEN, STRATEGIES
+from spectrain.stages.training_memory import STRATEGIES
 
 
 def show_plan(context: Context) -> None:
@@ -185,9 +185,9 @@ def _work_lines(context: Context, numbers: Estimate, seconds: dict[str, float]) 
 def memory_table(context: Context) -> Table:
     """Parts of a rank's memory under each strategy; what is largest at a time makes the peak."""
     ranks = planned_ranks(context)
-    plans = {name: training_memory(context, name) for name in (STRATEGIES if ranks > 1 else CAN_BE_CHOSEN)}
+    plans = {name: training_memory(context, name) for name in _strategies(ranks)}
     table = Table(box=box.SIMPLE, pad_edge=False, title=f"memory of one rank of {ranks}", title_justify="left")
-    for column in ("", *(name if name in CAN_BE_CHOSEN else f"({name})" for name in plans)):
+    for column in ("", *plans):
         table.add_column(column, justify="left" if not column else "right")
     first = next(iter(plans.values()))
     parts = [(part, [plan.lasting[part] for plan in plans.values()]) for part in first.lasting]
@@ -209,20 +209,27 @@ def memory_table(context: Context) -> Table:
     return table
 
 
+def _strategies(ranks: int) -> tuple[str, ...]:
+    """One rank has nothing to share out, so all are the same to it."""
+    return STRATEGIES if ranks > 1 else STRATEGIES[:1]
+
+
 def _fitting(context: Context) -> list[str]:
-    """Which strategies fit the device, and what would help where the ones that can be chosen do not."""
+    """Which strategies fit the device, and what to do where the chosen one does not."""
     there, name = _there(context)
-    peaks = {strategy: training_memory(context, strategy).peak for strategy in STRATEGIES}
-    fitting = [strategy for strategy, peak in peaks.items() if peak <= there]
+    ranks, chosen = planned_ranks(context), context.config.trainer.strategy
+    peaks = {strategy: training_memory(context, strategy).peak for strategy in _strategies(ranks)}
     lines = []
-    for strategy in CAN_BE_CHOSEN:
-        fits = "fits" if strategy in fitting else "DOES NOT FIT"
-        lines.append(f"{strategy} {fits} {name}: {bytes_text(peaks[strategy])} of {bytes_text(there)}")
-    if not set(fitting) & set(CAN_BE_CHOSEN):
-        others = f"{', '.join(fitting)} would fit, but cannot be chosen yet; " if fitting else ""
+    for strategy, peak in peaks.items():
+        fits = "fits" if peak <= there else "DOES NOT FIT"
+        mark = " (trainer.strategy)" if strategy == chosen and ranks > 1 else ""
+        lines.append(f"{strategy} {fits} {name}: {bytes_text(peak)} of {bytes_text(there)}{mark}")
+    if peaks.get(chosen, peaks[STRATEGIES[0]]) > there:
+        fitting = [strategy for strategy, peak in peaks.items() if peak <= there]
+        others = f"choose trainer.strategy={fitting[0]}, or " if fitting else ""
         lines.append(
-            f"{others}lower trainer.packed_length, trainer.micro_batch_size, drafter.num_layers, drafter.block.anchors "
-            f"or drafter.autoregressive.ttt_steps"
+            f"{others}set trainer.gradient_checkpointing=true, or lower trainer.packed_length, "
+            f"trainer.micro_batch_size, drafter.num_layers, drafter.block.anchors or drafter.autoregressive.ttt_steps"
         )
     return lines
 

@@ -63,8 +63,8 @@ def list_recipes(line: Any) -> None:
 def caption() -> str:
     return (
         f"disk: hidden states, at most; hours: of generate, capture, fit and eval together, planned for {PROMPTS:,} "
-        f"training prompts; both by `spectrain plan`, without hours and for the recipe's own prompts where no device is "
-        f"named; τ: acceptance length that was measured, with its 95 % interval"
+        f"training prompts; both by `spectrain plan`, without hours and for the recipe's own prompts where no device "
+        f"is named; τ: acceptance length that was measured, with its 95 % interval"
     )
 
 

@@ -15,6 +15,7 @@ from spectrain.errors import ConfigError, InputError
 from spectrain.files import digest_strings
 
 if TYPE_CHECKING:
+    from spectrain.config.commands import Command
     from spectrain.config.schema import SpectrainConfig
     from spectrain.stages.context import Context
 
@@ -154,6 +155,16 @@ def check_trackers(config: SpectrainConfig) -> None:
             raise ConfigError(
                 f"logger.trackers: {tracker} is not installed: pip install {_TRACKERS[tracker]}, or use logger=none"
             )
+
+
+def check_strategy(config: SpectrainConfig, command: Command) -> None:
+    """The engine that shards is installed."""
+    strategy = config.trainer.strategy
+    if command.trains and strategy.startswith("zero") and importlib.util.find_spec("deepspeed") is None:
+        raise ConfigError(
+            f"trainer.strategy={strategy}: DeepSpeed is not installed: pip install 'spectrain[deepspeed]', or use "
+            f"trainer.strategy=fsdp2, which shares out weights, gradients and moments with torch alone"
+        )
 
 
 def check_trackers_answer(context: Context) -> None:

@@ -19,7 +19,6 @@ from spectrain.drafters.layers import LayerShape
 from spectrain.drafters.registry import TrainingRows
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
-CAN_BE_CHOSEN = ("ddp",)
 
 _CHUNK_BYTES = {True: 1 << 29, False: 48 << 20}  # of logits, on an accelerator and on a CPU (losses/students.py)
 _TILE_BYTES = 2 << 20  # of logits on a CPU (losses/fused.py)
@@ -44,6 +43,7 @@ class DrafterSize:
     head_entries: int  # of the target's embedding and head, which are held in float32
     owns_head: bool  # a matrix of its own, beside the target's rows that teach it
     trains_head: bool
+    outside_layers: int = 0  # entries that a sharding strategy gathers for a whole pass
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,7 @@ class Pass:
     number_bytes: int  # b
     state_bytes: int
     accelerator: bool
+    recompute: bool = False  # what is inside a layer is made again in the backward pass
 
 
 @dataclass(frozen=True)
@@ -91,12 +92,15 @@ def rank_memory(
     size: DrafterSize, training: Pass, evaluation: Pass, ranks: int, strategy: str = "ddp", accumulation: int = 1
 ) -> RankMemory:
     """What one of ``ranks`` needs under ``strategy``, which shares out moments (zero1), gradients too (zero2), weights
-    too (zero3, fsdp2: a layer at a time is gathered).
+    too (zero3, fsdp2: a layer at a time is gathered, what is outside of layers for a whole pass, all of it for an
+    evaluation). DeepSpeed's optimiser moves a second copy of this rank's weights.
     """
+    sharded = ranks > 1 and strategy in ("zero3", "fsdp2")
     shares = {"ddp": (1, 1, 1), "zero1": (1, 1, ranks), "zero2": (1, ranks, ranks)}.get(strategy, (ranks,) * 3)
     of_weights, of_gradients, of_moments = shares
     several = ranks > 1
-    gathered = 4.0 * size.largest_layer * 2 if several and of_weights > 1 else 0.0  # one in use, the next on its way
+    # One layer in use, the next on its way.
+    gathered = 4.0 * (size.largest_layer * 2 + size.outside_layers) if sharded else 0.0
     copies = 2.0 * (size.largest_layer * 2 if of_weights > 1 else size.matrix_entries)
     kept, loss = kept_bytes(size, training), loss_bytes(size, training)
     casts = {"bfloat16 copies": copies} if training.number_bytes == 2 else {}
@@ -104,6 +108,7 @@ def rank_memory(
         "weights": 4.0 * size.parameters / of_weights,
         "moments": 4.0 * (2 * size.trained - size.momentum_only) / of_moments,
         "buckets": 4.0 * size.trained if several and strategy in ("ddp", "zero1", "zero2") else 0.0,
+        "engine's weights": 4.0 * size.trained / ranks if several and strategy.startswith("zero") else 0.0,
         "gathered layers": gathered,
         "embedding and head": 4.0 * (size.head_entries + size.draft_vocab * size.layer.hidden_size * size.owns_head),
         "hidden states": _batch_bytes(size, training),
@@ -114,6 +119,7 @@ def rank_memory(
         forward={"activations": kept, **casts, "mask": mask_bytes(size, training), "loss": loss},
         backward={**casts, "backward of a layer": _backward_bytes(size, training)},
         evaluation={
+            "whole weights": 4.0 * size.parameters if sharded else 0.0,
             "mask": mask_bytes(size, evaluation),
             "simulation": simulation_bytes(size, evaluation) + _batch_bytes(size, evaluation),
         },
@@ -129,8 +135,12 @@ def kept_bytes(size: DrafterSize, work: Pass) -> float:
     rows, layers, h, b = work.rows, size.num_layers, size.layer.hidden_size, work.number_bytes
     whole = rows.layer_rows * layers + rows.inner_rows * (layers - 1)
     keys = rows.key_rows * (1 if rows.with_embedding else layers)  # inner rows have theirs in every other layer
-    kept = whole * (_row_bytes(size, work) + _score_bytes(size, work)) + keys * _key_bytes(size.layer, work)
-    kept += rows.copied_keys * layers * 2 * b * _kv(size.layer)
+    if work.recompute:  # what goes into a layer, and the keys that later steps of a drafter read
+        kept = whole * (4 * h + 2 * b * _kv(size.layer) * rows.with_embedding)
+        kept += keys * 2 * b * _kv(size.layer) * rows.with_embedding
+    else:
+        kept = whole * (_row_bytes(size, work) + _score_bytes(size, work)) + keys * _key_bytes(size.layer, work)
+        kept += rows.copied_keys * layers * 2 * b * _kv(size.layer)
     if rows.with_embedding:
         doubled = 4 * h + (4 * h if b == 4 else 3 * 2 * h)  # the normed embedding, and an input twice as wide
         kept += rows.layer_rows * doubled + rows.key_rows * (12 * h + 2 * h * b)
@@ -138,6 +148,16 @@ def kept_bytes(size: DrafterSize, work: Pass) -> float:
     kept += work.tokens * h * (8 + b + taps * size.num_taps)
     kept += 8 * h * rows.layer_rows  # the last norm
     return kept + 2 * b * h * rows.students
+
+
+def _recomputed_bytes(size: DrafterSize, work: Pass) -> float:
+    """Of one call of one layer, kept while its backward pass runs. An autoregressive drafter calls it once a step."""
+    rows = work.rows
+    calls = rows.own_keys + 1 if rows.with_embedding else 1
+    one = rows.layer_rows / calls * (_row_bytes(size, work) + _score_bytes(size, work))
+    return (
+        one + rows.key_rows * _key_bytes(size.layer, work) + rows.layer_rows * 2 * work.number_bytes * _kv(size.layer)
+    )
 
 
 def _row_bytes(size: DrafterSize, work: Pass) -> float:
@@ -193,10 +213,13 @@ def loss_bytes(size: DrafterSize, work: Pass) -> float:
 
 def _backward_bytes(size: DrafterSize, work: Pass) -> float:
     """The gradients that are on their way through one layer, and of its largest matrix before it is added."""
-    layer, b = size.layer, work.number_bytes
-    return work.rows.layer_rows * b * (3 * layer.intermediate_size + 2 * layer.hidden_size) + (
-        b * layer.intermediate_size * layer.hidden_size
-    )
+    layer, b, rows = size.layer, work.number_bytes, work.rows.layer_rows
+    recomputed = 0.0
+    if work.recompute:  # of the last call that is run again, most of what is kept is still there
+        recomputed = _recomputed_bytes(size, work) + kept_bytes(size, work)
+        rows /= work.rows.own_keys + 1 if work.rows.with_embedding else 1
+    passing = rows * b * (3 * layer.intermediate_size + 2 * layer.hidden_size)
+    return recomputed + passing + b * layer.intermediate_size * layer.hidden_size
 
 
 def simulation_bytes(size: DrafterSize, work: Pass) -> float:

@@ -3,6 +3,11 @@
 Everything random in training is a function of (seed, epoch), so the step counter is all the randomness there is to
 save. A checkpoint is a folder that appears in one step; a kill while writing leaves the one before.
 
+It holds whole tensors by the names of parameters, whatever strategy they were sharded by: the first rank gathers them
+on its host, one at a time, and writes them. So a training goes on with another strategy or another number of ranks, and
+there is one format. torch.distributed.checkpoint, where every rank writes what it has, is for states that no host
+holds; a drafter's is a few GB.
+
 ``state.json`` holds the digests of the tensor files and of itself. A checkpoint is loaded only if they are right; one
 that is damaged stays as it is, and the one before is taken. Cost: each file is read once more when it is written and
 once more when it is loaded, about a second a GB.
@@ -12,6 +17,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,27 +45,57 @@ _MODEL, _OPTIMIZER, _STATE = "model.safetensors", "optimizer.safetensors", "stat
 _DIGESTS = "digests"
 
 
-def save_checkpoint(
-    folder: Path, model: nn.Module, optimizers: list[Optimizer], state: dict[str, Any], keep: int
-) -> Path:
+@dataclass
+class TrainingState:
+    """The whole state of weights and optimisers, on the host. ``weights``: by the parameters' names; ``moments``: by
+    ``optimiser/parameter/moment``, by names so that group order does not matter. Empty on ranks that do not write it.
+    """
+
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    moments: dict[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: nn.Module, optimizers: list[Optimizer]) -> TrainingState:
+        """Copies of a model that is whole here."""
+        return cls(
+            {name: on_host(parameter) for name, parameter in model.named_parameters()},
+            {
+                f"{type(optimizer).__name__}/{name}/{key}": on_host(value)
+                for optimizer, name, moments in named_moments(model, optimizers)
+                for key, value in moments.items()
+            },
+        )
+
+
+def named_moments(model: nn.Module, optimizers: list[Optimizer]) -> Iterator[tuple[Optimizer, str, dict[str, Tensor]]]:
+    """(optimiser, parameter's name, its moments) of every parameter that has some."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    for optimizer in optimizers:
+        for parameter, moments in optimizer.state.items():
+            yield optimizer, names[id(parameter)], moments
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """A copy that nobody else changes."""
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def save_checkpoint(folder: Path, tensors: TrainingState, state: dict[str, Any], keep: int) -> Path:
     """Write ``folder/step-…`` and remove all but the newest ``keep``. ``state`` must be JSON and hold ``step``.
 
     Raises RunError if it cannot be written; the checkpoint before is kept then.
     """
     path = folder / checkpoint_name(state["step"])
-    contents = {
-        _MODEL: {name: p.detach().cpu().contiguous() for name, p in model.named_parameters()},
-        _OPTIMIZER: _optimizer_tensors(model, optimizers),
-    }
+    contents = {_MODEL: tensors.weights, _OPTIMIZER: tensors.moments}
 
     def fill(into: Path) -> None:
-        for name, tensors in contents.items():
-            save_file(tensors, into / name)
+        for name, content in contents.items():
+            save_file(content, into / name)
         digests = {name: file_digest(into / name) for name in contents}
         text = json.dumps(with_digest({**state, _DIGESTS: digests}), indent=1)
         (into / _STATE).write_text(text, encoding="utf-8")
 
-    size_bytes = sum(tensor.nbytes for tensors in contents.values() for tensor in tensors.values())
+    size_bytes = sum(tensor.nbytes for content in contents.values() for tensor in content.values())
     replace_folder(path, fill, f"the checkpoint of step {state['step']}", size_bytes)
     prune_checkpoints(folder, state["step"], keep)
     return path
@@ -145,17 +182,6 @@ def _step(path: Path) -> int:
 
 def _checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)) if folder.is_dir() else []
-
-
-def _optimizer_tensors(model: nn.Module, optimizers: list[Optimizer]) -> dict[str, Tensor]:
-    """Moments keyed ``optimiser/parameter/moment``: by names, so that group order does not matter."""
-    names = {id(p): name for name, p in model.named_parameters()}
-    return {
-        f"{type(optimizer).__name__}/{names[id(parameter)]}/{key}": value.detach().cpu().contiguous()
-        for optimizer in optimizers
-        for parameter, moments in optimizer.state.items()
-        for key, value in moments.items()
-    }
 
 
 def _restore_optimizers(model: nn.Module, optimizers: list[Optimizer], tensors: dict[str, Tensor], path: Path) -> None:

@@ -15,7 +15,6 @@ run that was never disturbed.
 from __future__ import annotations
 
 import math
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -37,18 +36,15 @@ from spectrain.drafters.drafter_folder import save_drafter
 from spectrain.errors import RunError
 from spectrain.files import plain
 from spectrain.training.calibrate import calibrate_folder
-from spectrain.training.checkpointing import (
-    checkpoint_name,
-    load_checkpoint,
-    prune_checkpoints,
-    save_checkpoint,
-)
+from spectrain.training.checkpoint_writer import CheckpointWriter
+from spectrain.training.checkpointing import TrainingState, load_checkpoint
 from spectrain.training.distributed import ALONE, Ranks
 from spectrain.training.metrics import append_metrics, keep_metrics_up_to, simulation_metrics
-from spectrain.training.optim import build_optimizers, lr_factor, set_learning_rates
+from spectrain.training.optim import lr_factor, set_learning_rates
 from spectrain.training.sampler import Position, StepSampler
 from spectrain.training.simulated_acceptance import SimulatedAcceptance, simulate_heldout
 from spectrain.training.step_sums import StepSums, StepTotals
+from spectrain.training.strategies import choose_strategy
 from spectrain.training.trackers import Trackers, open_trackers
 
 _DEVICE_WORKERS = 2  # loader workers where drafters are trained on an accelerator
@@ -122,13 +118,12 @@ class Trainer:
             # accelerate fixes it for the process, but the jobs of a sweep may differ: see _backward
             mixed_precision="no",
         )
-        device = self.accelerator.device
-        self.drafter = drafter.to(device)
+        self.drafter = drafter
         self.drafter.temperatures = ()  # those of a drafter that training goes on from are not its own
-        self.drafter.attach(drafter.head.to(device))  # again: what was gathered from the head must follow it
-        self.optimizers = build_optimizers(self.drafter, options)
+        # Again: what was gathered from the head must follow it.
+        self.drafter.attach(drafter.head.to(self.accelerator.device))
         self.ranks = ranks
-        self.model = self.accelerator.prepare_model(self.drafter)
+        self.strategy = choose_strategy(drafter, options, self.accelerator)
         self.sampler = self._sampler(Position())
         self.eval_every = options.eval_every_steps or max(1, self.sampler.steps_per_epoch[0])
         self.checkpoint_every = options.checkpoint_every_steps or self.eval_every
@@ -137,8 +132,8 @@ class Trainer:
         self.last_loss = float("nan")
         self.done = 0  # steps
         self.evaluated = False  # whether what is due after them has been found out
-        self._saved: tuple[int, bool] | None = None  # (done, evaluated) of the newest checkpoint
-        self._extra: Path | None = None  # a checkpoint that a signal brought about, beside those that are due
+        self._saved = (0, False)  # (done, evaluated) of the newest checkpoint
+        self.writer = CheckpointWriter(paths.checkpoints, options.keep_checkpoints)
 
     def _sampler(self, start: Position) -> StepSampler:
         lengths = [int(self.source.lengths[d]) for d in self.train]
@@ -151,6 +146,7 @@ class Trainer:
         """
         started = time.monotonic()
         self._resume()
+        self.strategy.begin()
         first, total = self.done, self.sampler.total_steps
         if self.accelerator.is_main_process:
             self.trackers = open_trackers(self.config, self.paths.metrics.parent, first)
@@ -165,6 +161,7 @@ class Trainer:
                 made = self._step(step, batches)
                 self._evaluate_and_save()
                 bar.advance(1, note=self._note(made))
+            self.writer.finish()
         self._calibrate(total)
         self.trackers.summarise({"fit": {**self.best, "steps": total, "loss": self.last_loss}}, total)
         self.trackers.finish()
@@ -186,21 +183,19 @@ class Trainer:
         options = self.config.trainer
         for step in range(first, self.sampler.total_steps):
             for documents in self.sampler[step].micro_batches:
-                # A rank with nothing left in this epoch runs one token, in which nothing can count: the others
-                # wait for its gradients, and data-parallel wrappers exchange them only after a forward pass.
-                chosen, most = (documents, options.packed_length) if documents else ([0], 1)
-                numbers = tuple(self.train[d] for d in chosen)
-                yield BatchRequest(numbers, most, Draw(options.seed, step, numbers, options.packed_length))
+                # A rank with nothing left in this epoch runs some document, of which nothing counts: the others wait
+                # for its gradients, and where layers are gathered, for each of its passes through one.
+                numbers = tuple(self.train[d] for d in documents or [0])
+                draw = Draw(options.seed, step, numbers, options.packed_length)
+                yield BatchRequest(numbers, options.packed_length, draw)
 
     def _step(self, step: int, batches: BatchLoader) -> Step:
         """Gradients of one global batch, checked, then one optimiser step and its line of metrics."""
         started, waited_s = time.monotonic(), batches.waited_s
         micro_batches, gathered = self.sampler[step].micro_batches, StepSums()
         for number, documents in enumerate(micro_batches):
-            batch = next(batches)
-            last = number == len(micro_batches) - 1
-            with nullcontext() if last else self.accelerator.no_sync(self.model):
-                self._backward(batch, gathered, counts=bool(documents))
+            is_last = number == len(micro_batches) - 1
+            self._backward(next(batches), gathered, counts=bool(documents), is_last=is_last)
         sums = gathered.totals(self.accelerator)
         self._check(step, sums)
         with signals.held():
@@ -212,31 +207,22 @@ class Trainer:
         return made
 
     def _update(self, step: int, sums: StepTotals) -> None:
-        # Sums were differentiated; dividing by the global weight (and undoing the mean that data parallelism takes)
-        # happens once, here.
-        scale = self.accelerator.num_processes / sums.weight
-        parameters = [p for p in self.drafter.parameters() if p.grad is not None]
-        for parameter in parameters:
-            parameter.grad.mul_(scale)  # type: ignore[union-attr]
-        norm = torch.nn.utils.clip_grad_norm_(parameters, self.config.trainer.max_grad_norm)
-        if not torch.isfinite(norm):
+        set_learning_rates(self.strategy.optimizers, lr_factor(step, self.sampler.total_steps, self.config.trainer))
+        if not self.strategy.update(sums.weight):
             raise RunError(
                 f"the gradient is not finite at step {step + 1} (loss {sums.loss / sums.weight:.4f}): lower "
                 f"trainer.learning_rate"
             )
-        set_learning_rates(self.optimizers, lr_factor(step, self.sampler.total_steps, self.config.trainer))
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
 
-    def _backward(self, batch: PackedBatch, sums: StepSums, counts: bool) -> None:
+    def _backward(self, batch: PackedBatch, sums: StepSums, counts: bool, is_last: bool) -> None:
         batch = batch.to(self.accelerator.device)
         with torch.autocast(
             self.accelerator.device.type, torch.bfloat16, enabled=self.config.trainer.precision == "bfloat16"
         ):
-            losses = self.model(batch)
+            losses = self.strategy.losses(batch)
+        losses = losses if counts else losses.times(0)
         sums.add(losses, batch.num_tokens if counts else 0)
-        self.accelerator.backward(losses.loss)
+        self.strategy.backward(losses.loss, is_last)
 
     def _check(self, step: int, sums: StepTotals) -> None:
         if sums.weight == 0:
@@ -256,32 +242,33 @@ class Trainer:
         """What is due after ``self.done`` steps; before the first one, too, an evaluation is."""
         step, is_last = self.done, self.done == self.sampler.total_steps
         due = step % self.eval_every == 0 or is_last
-        result, seconds = self._simulate() if due and self.heldout else (None, 0.0)
-        with signals.held():
-            if result is not None:
-                self._log(step, simulation_metrics(result, seconds))
-            if due:
-                length = float("nan") if result is None else result.stats.acceptance_length
-                # Also where there was no round to judge by: the latest, then.
-                if not length <= self.best["acceptance_length"]:
-                    self._save_best(step, length)
-            self.evaluated = True
-            saves = step > 0 and (step % self.checkpoint_every == 0 or is_last)
-            if saves and self.accelerator.is_main_process:
-                self._checkpoint()
-        if saves:
-            self.ranks.wait()
+        saves = step > 0 and (step % self.checkpoint_every == 0 or is_last)
+        with self.strategy.whole() if due else nullcontext(self.drafter) as drafter:
+            result, seconds = self._simulate(drafter) if due and self.heldout else (None, 0.0)
+            # What all ranks do together comes before what a signal waits for.
+            tensors = self.strategy.state() if saves else None
+            with signals.held():
+                if result is not None:
+                    self._log(step, simulation_metrics(result, seconds))
+                if due:
+                    length = float("nan") if result is None else result.stats.acceptance_length
+                    # Also where there was no round to judge by: the latest, then.
+                    if not length <= self.best["acceptance_length"]:
+                        self._save_best(drafter, length)
+                self.evaluated = True
+                if tensors is not None and self.accelerator.is_main_process:
+                    self._checkpoint(tensors)
 
-    def _simulate(self) -> tuple[SimulatedAcceptance, float]:
+    def _simulate(self, drafter: Drafter) -> tuple[SimulatedAcceptance, float]:
         """Acceptance on the held-out documents, and the seconds that it took."""
         started = time.monotonic()
-        self.drafter.eval()
-        options, most = self.config, self.drafter.training_steps
+        drafter.eval()
+        options, most = self.config, drafter.training_steps
         packed_length = options.trainer.packed_length
         with ProgressBar("simulate", total=len(self.heldout), unit="documents") as bar:
             common = (self.source, self.heldout, options.decoding, self.eos_ids, packed_length, most)
-            result = simulate_heldout(self.drafter, *common, advance=bar.advance, ranks=self.ranks)
-        self.drafter.train()
+            result = simulate_heldout(drafter, *common, advance=bar.advance, ranks=self.ranks)
+        drafter.train()
         return result, time.monotonic() - started
 
     def _calibrate(self, step: int) -> None:
@@ -296,28 +283,23 @@ class Trainer:
         if found:
             self._log(step, found)
 
-    def _save_best(self, step: int, length: float) -> None:
-        self.best = {"step": step, "acceptance_length": length}
+    def _save_best(self, drafter: Drafter, length: float) -> None:
+        self.best = {"step": self.done, "acceptance_length": length}
         if self.accelerator.is_main_process:
             facts = {
                 **self.folder_metadata.get("metadata", {}),
-                "step": step,
+                "step": self.done,
                 "simulated_acceptance_length": plain(length),
             }
             save_drafter(
-                self.drafter,
+                drafter,
                 self.paths.drafter,
                 num_speculative_tokens=self.config.decoding.num_speculative_tokens,
                 **{**self.folder_metadata, "metadata": facts},
             )
 
-    def _checkpoint(self, extra: bool = False) -> None:
-        """Save the state. ``extra``: not because it is due; then the next one takes its place, and none that is due
-        has to go for it.
-        """
-        name, old = checkpoint_name(self.done), self._extra
-        replaces = old is not None and old.name != name
-        keep = self.config.trainer.keep_checkpoints + extra + replaces
+    def _checkpoint(self, tensors: TrainingState, extra: bool = False) -> None:
+        """Save the state of the steps so far. ``extra``: not because it is due."""
         state = {
             **asdict(self.sampler.position(self.done)),
             "best": self.best,
@@ -326,26 +308,24 @@ class Trainer:
             "evaluated": self.evaluated,
             "extra": extra,
         }
-        path = save_checkpoint(self.paths.checkpoints, self.drafter, self.optimizers, state, keep)
-        if old is not None and replaces:
-            shutil.rmtree(old, ignore_errors=True)
-        self._extra = path if extra else None
+        self.writer.start(tensors, state)
         self._saved = (self.done, self.evaluated)
 
     def _keep(self) -> str:
         """A signal ends the command: save what the steps so far have made. One rank alone does it, without the others:
-        after an update all of them have the same.
+        after an update all of them have the same. Where each has a share, what was saved last is kept.
         """
         if not self.accelerator.is_main_process:
             return ""
-        if self.done and self._saved != (self.done, self.evaluated):
-            self._checkpoint(extra=True)
+        if self.strategy.saves_alone and self.done and self._saved != (self.done, self.evaluated):
+            self._checkpoint(self.strategy.state(), extra=True)
+        self.writer.finish()
         self.trackers.flush()
-        return f"fit keeps {self.done} of {self.sampler.total_steps} steps; {signals.CONTINUES}"
+        return f"fit keeps {self._saved[0]} of {self.sampler.total_steps} steps; {signals.CONTINUES}"
 
     def _resume(self) -> None:
         state = self.ranks.first_then_all(
-            lambda: load_checkpoint(self.paths.checkpoints, self.drafter, self.optimizers)
+            lambda: load_checkpoint(self.paths.checkpoints, self.drafter, self.strategy.optimizers)
         )
         if state is not None:
             self.done = int(state["step"])
@@ -353,15 +333,12 @@ class Trainer:
             self.last_loss = state["last_loss"]
             self.evaluated = state.get("evaluated", True)
             self._saved = (self.done, self.evaluated)
-            self._extra = self.paths.checkpoints / checkpoint_name(self.done) if state.get("extra") else None
             self.sampler = self._sampler(Position(self.done, int(state["epoch"]), int(state["consumed"])))
             if state["world_size"] != self.accelerator.num_processes:
                 say(f"fit: goes on with {self.accelerator.num_processes} ranks where there were {state['world_size']}")
             say(f"fit: resuming after step {self.done} of {self.sampler.total_steps}")
         if self.accelerator.is_main_process:
-            # Of a kill while older ones were removed there may be one too many.
-            keep = self.config.trainer.keep_checkpoints + (self._extra is not None)
-            prune_checkpoints(self.paths.checkpoints, self.done, keep)
+            self.writer.goes_on_from(self.done, state is not None and bool(state.get("extra")))
             keep_metrics_up_to(self.paths.metrics, -1 if state is None else self.done, self.evaluated)
 
     def _note(self, made: Step) -> str:
@@ -381,7 +358,8 @@ class Trainer:
             **{f"{name}_per_step": (value / count_K).tolist() for name, value in sums.terms_K.items()},
             "accuracy_per_step": (sums.hits_K / count_K).tolist(),
             "positions": int(sums.count_K[0]),
-            "lr": self.optimizers[-1].param_groups[0]["lr"],
+            "lr": self.strategy.optimizers[-1].param_groups[0]["lr"],
+            "gradient_norm": float(self.strategy.norm),
             "tokens_per_s": sums.tokens / made.seconds,
             "data_wait_share": made.data_wait_share,
         }

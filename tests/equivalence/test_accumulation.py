@@ -5,12 +5,9 @@ same drafter.
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -27,15 +24,16 @@ from drafter_tools import (
 )
 from safetensors.torch import load_file
 from torch import Tensor
-from two_ranks import METHODS, OPTIONS, SETTINGS, documents, fresh_drafter
+from two_ranks import METHODS, OPTIONS, SETTINGS, documents, fresh_drafter, two_ranks
 
+from spectrain.drafters import layers
 from spectrain.training.trainer import Trainer
 
 
 def traced(trainer: Trainer) -> list[dict[str, Tensor]]:
     """Gradients as the optimiser gets them, one dictionary a step, filled while the trainer runs."""
     trace: list[dict[str, Tensor]] = []
-    trainer.optimizers[0].register_step_pre_hook(lambda *_: trace.append(gradients(trainer.drafter)))
+    trainer.strategy.optimizers[0].register_step_pre_hook(lambda *_: trace.append(gradients(trainer.drafter)))
     return trace
 
 
@@ -110,42 +108,31 @@ def test_a_micro_batch_without_answers_does_not_dilute_the_others(tmp_path: Path
     torch.testing.assert_close(traces[1][0], traces[0][0], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_gradient_checkpointing_changes_nothing(tmp_path: Path, method: str) -> None:
+    """Bit for bit: the same products are made, some of them twice."""
+    traces = []
+    for option in (False, True):
+        with patch.object(layers, "checkpoint", wraps=layers.checkpoint) as spy:
+            trace, weights, lines = train(tmp_path / str(option), method, gradient_checkpointing=option)
+        assert bool(spy.call_count) == option
+        traces.append((trace, weights, [line.get("loss") for line in lines]))
+    (kept, kept_weights, kept_losses), (again, again_weights, again_losses) = traces
+    assert again_losses == kept_losses
+    for one, two in zip(kept, again, strict=True):
+        assert all(torch.equal(one[name], two[name]) for name in one)
+    assert all(torch.equal(kept_weights[name], again_weights[name]) for name in kept_weights)
+
+
 def test_two_processes_are_one(tmp_path: Path) -> None:
     """Two ranks of the gloo backend, with an epoch that ends on a step for which the second rank has no rows."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    script = Path(__file__).with_name("two_ranks.py")
-    common = {
-        **os.environ,
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-    }
-    common |= {"ACCELERATE_USE_CPU": "true", "PYTHONPATH": os.pathsep.join(sys.path)}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(tmp_path / "two")],
-            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
+    with two_ranks(tmp_path / "two"):
         alone = {
             method: train(tmp_path / "one" / method, method, micro_batch_size=4, gradient_accumulation=1)
             for method in METHODS
         }
-        outputs = [process.communicate(timeout=150)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
     for method, (_, one, one_lines) in alone.items():
-        folder = tmp_path / "two" / method
+        folder = tmp_path / "two/ddp" / method
         first, second = (load_file(folder / f"weights-{rank}.safetensors") for rank in range(2))
         assert set(first) == set(one)
         assert all(torch.equal(first[name], second[name]) for name in first)

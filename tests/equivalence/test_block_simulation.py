@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from spectrain.data.vocab import build_vocab
 from spectrain.decoding.loop import DecodingSettings, speculative_generate
 from spectrain.decoding.proposers import Observation
 from spectrain.decoding.sampling import GREEDY, SamplingParams, truncated_log_probs
+from spectrain.drafters.block import block_drafter
 from spectrain.drafters.block.block_drafter import BlockDrafter
 from spectrain.drafters.build import build_drafter
 from spectrain.target.head import TargetHead
@@ -211,3 +213,26 @@ def test_sampled_drafts_keep_the_targets_distribution(setting: Setting) -> None:
         assert statistic < chi2.ppf(1 - 1e-4, keep.sum() - 1)
     accepted = sum(one.accepted for r in results for one in r.rounds)
     assert accepted / len(results) > 0.2 and math.isfinite(accepted)
+
+
+@pytest.mark.parametrize("draft_sampling", [GREEDY, HOT], ids=["greedy", "sampled"])
+def test_blocks_are_scored_some_at_a_time(
+    setting: Setting,
+    target: tuple[TargetModel, Path, list[TargetStates]],
+    draft_sampling: SamplingParams,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As many as fit into the limit at a time, down to one: the same scores."""
+    batch, drafter = pack_batch(target[2][:6]), setting.drafter
+    whole = drafter.score(batch, setting.most, HOT, draft_sampling)
+    runs = []
+    for rows in (1, 3 * drafter.shape.slots(setting.most)):
+        monkeypatch.setattr("spectrain.drafters.block.block_shape._SCORED_ROWS", rows)
+        with patch.object(block_drafter, "run_blocks", wraps=block_drafter.run_blocks) as spy:
+            some = drafter.score(batch, setting.most, HOT, draft_sampling)
+        runs.append(max(len(call.args[2]) for call in spy.call_args_list))
+        torch.testing.assert_close(some.accept_RK, whole.accept_RK, rtol=1e-9, atol=1e-9)
+        assert torch.equal(some.anchor_R, whole.anchor_R)
+        if whole.confidence_RK is not None:
+            torch.testing.assert_close(some.confidence_RK, whole.confidence_RK)
+    assert runs == [1, 3] and len(whole.anchor_R) > 3

@@ -1,15 +1,24 @@
-"""One of two processes that train together, one drafter after the other; started by ``test_accumulation.py``, which
-trains the same alone.
+"""One of two processes that train together, one drafter after the other; started by tests that train the same alone.
 
-Usage: two_ranks.py FOLDER, with RANK, WORLD_SIZE and the address of the first process in the environment.
+Usage: two_ranks.py FOLDER [STRATEGY or BEFORE:STRATEGY …], with RANK, WORLD_SIZE and the address of the first process
+in the environment. Without strategies: ddp, in float64. BEFORE:STRATEGY goes on from a checkpoint that BEFORE wrote;
+STRATEGY+ is with gradient checkpointing.
 """
 
 from __future__ import annotations
 
+import os
+import shutil
+import socket
+import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from accelerate import Accelerator
@@ -17,6 +26,7 @@ from block_tools import DSPARK, random_block_drafter
 from drafter_tools import (
     MemoryStore,
     Options,
+    as_dtype,
     make_trainer,
     random_document,
     random_drafter,
@@ -30,6 +40,7 @@ from spectrain.data.hidden_states import TargetStates
 from spectrain.drafters.drafter import Drafter
 from spectrain.target.head import TargetHead
 from spectrain.training.distributed import Ranks, joined
+from spectrain.training.zero import Zero
 
 OPTIONS = Options(reduced=True, layer_type="qwen3")
 METHODS = ("eagle3", "dspark")
@@ -40,21 +51,31 @@ SETTINGS: dict[str, Any] = {
     "gradient_accumulation": 2,
     "learning_rate": 1e-3,
     "eval_every_steps": 2,
+    "checkpoint_every_steps": 1,
+    "keep_checkpoints": 9,
+    "weight_decay": 0.1,
     "warmup_fraction": 0.0,
 }
 
 
-def fresh_drafter(method: str) -> Drafter:
+RESUMED_AT = 2  # steps
+
+
+def fresh_drafter(method: str, dtype: torch.dtype = torch.float64) -> Drafter:
     """``dspark``: with fewer anchors a row than there are, so that they are drawn."""
     return (
-        random_drafter(OPTIONS)
+        random_drafter(OPTIONS, dtype=dtype)
         if method == "eagle3"
-        else random_block_drafter(replace(DSPARK, block=BlockConfig(anchors=6)))
+        else random_block_drafter(replace(DSPARK, block=BlockConfig(anchors=6)), dtype=dtype)
     )
 
 
 def documents(head: TargetHead) -> list[TargetStates]:
     """Training documents of very different weight, and three held-out ones."""
+    return [as_dtype(states, head.lm_head_weight.dtype) for states in _documents(head)]
+
+
+def _documents(head: TargetHead) -> list[TargetStates]:
     masks = ["0" * (1 + i % 5) + "1" * (2 + (7 * i) % 8) for i in range(DOCUMENTS)]
     splits = ["train"] * DOCUMENTS + ["heldout"] * 3
     return [
@@ -63,28 +84,71 @@ def documents(head: TargetHead) -> list[TargetStates]:
     ]
 
 
-def main(folder: Path) -> None:
+@contextmanager
+def two_ranks(folder: Path, *strategies: str) -> Iterator[list[str]]:
+    """Both processes at work; at the end they must have succeeded. The list holds what they printed."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    common |= {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "PYTHONPATH": os.pathsep.join(sys.path)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(folder), *strategies],
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said: list[str] = []
+    try:
+        yield said
+        said += [process.communicate(timeout=300)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(said)
+
+
+def main(folder: Path, strategies: list[str]) -> None:
     torch.set_num_threads(1)
-    with joined() as ranks:
-        train_all(folder, ranks)
+    with joined() as ranks, patch.object(Zero, "_settings", partialmethod(_let_go, Zero._settings)):
+        for strategy in strategies or ["ddp"]:
+            for method in METHODS:
+                into = folder / strategy / method
+                before, _, strategy_name = strategy.rpartition(":")
+                if before and ranks.is_first:
+                    name = f"checkpoints/step-{RESUMED_AT:08d}"
+                    shutil.copytree(folder / before / method / name, into / name)
+                ranks.wait()
+                dtype = torch.float32 if strategies else torch.float64
+                train(into, fresh_drafter(method, dtype), strategy_name, ranks)
 
 
-def train_all(folder: Path, ranks: Ranks) -> None:
+def _let_go(zero: Zero, settings: Callable[[Zero], dict[str, Any]]) -> dict[str, Any]:
+    """DeepSpeed would keep parameters as small as these on every rank."""
+    found = settings(zero)
+    found["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    return found
+
+
+def train(into: Path, drafter: Drafter, strategy: str, ranks: Ranks) -> None:
     accelerator = Accelerator()
     assert accelerator.num_processes == ranks.count == 2
-    for method in METHODS:
-        drafter, into = fresh_drafter(method), folder / method
-        trainer = make_trainer(
-            into,
-            drafter,
-            MemoryStore(documents(drafter.head)),
-            trainer_config(**SETTINGS),
-            accelerator=accelerator,
-            ranks=ranks,
-        )
-        trainer.fit()
+    trainer = make_trainer(
+        into,
+        drafter,
+        MemoryStore(documents(drafter.head)),
+        trainer_config(**SETTINGS, strategy=strategy.rstrip("+"), gradient_checkpointing=strategy.endswith("+")),
+        accelerator=accelerator,
+        ranks=ranks,
+    )
+    trainer.fit()
+    with trainer.strategy.whole() as whole:
         save_file(
-            {name: p.detach() for name, p in tensors_of(drafter).items()},
+            {name: p.detach().clone() for name, p in tensors_of(whole).items()},
             into / f"weights-{accelerator.process_index}.safetensors",
         )
         if accelerator.process_index == 1:
@@ -94,4 +158,4 @@ def train_all(folder: Path, ranks: Ranks) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])

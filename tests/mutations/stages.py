@@ -201,9 +201,9 @@ MUTATIONS = (
         (INPUTS,),
     ),
     Mutation(
-        "the number of workers trains another drafter",
+        "the number of ranks trains another drafter",
         STAGES + "fit.py",
-        '*("trainer.loader_workers", "trainer.prefetch_batches", "trainer.devices"),',
+        '*("trainer.devices", "trainer.strategy", "trainer.gradient_checkpointing"),',
         "",
         (INPUTS,),
     ),

@@ -6,7 +6,59 @@ ACCUMULATION = "tests/equivalence/test_accumulation.py"
 RESUME = "tests/equivalence/test_resume.py"
 TRAINING = "spectrain/training/"
 
+STRATEGIES = "tests/equivalence/test_strategies.py"
+
 MUTATIONS = (
+    Mutation(
+        "FSDP2 takes the norm of each rank's own share",
+        TRAINING + "fsdp2.py",
+        "norm = torch.nn.utils.clip_grad_norm_(parameters, self.config.max_grad_norm)",
+        "norm = torch.nn.utils.get_total_norm([p.grad.to_local() for p in parameters])\n"
+        "        torch.nn.utils.clip_grads_with_norm_(parameters, self.config.max_grad_norm, norm)",
+        (STRATEGIES,),
+    ),
+    Mutation(
+        "ZeRO divides by the ranks once too often",
+        TRAINING + "zero.py",
+        "override_loss_scale(weight / self.accelerator.num_processes)",
+        "override_loss_scale(weight)",
+        (STRATEGIES,),
+    ),
+    Mutation(
+        "ZeRO divides by the accumulation, too",
+        TRAINING + "zero.py",
+        "self.engine.backward(loss, scale_wrt_gas=False)",
+        "self.engine.backward(loss)",
+        (STRATEGIES,),
+    ),
+    Mutation(
+        "every rank gets the first one's share of the moments",
+        TRAINING + "zero.py",
+        "padded[rank * part : (rank + 1) * part]",
+        "padded[:part]",
+        (STRATEGIES,),
+    ),
+    Mutation(
+        "a rank with nothing left counts a document again",
+        TRAINING + "trainer.py",
+        "losses = losses if counts else losses.times(0)",
+        "losses = losses",
+        (ACCUMULATION,),
+    ),
+    Mutation(
+        "a layer that runs again sees keys of later steps",
+        "spectrain/drafters/autoregressive/unroll.py",
+        "before_k, before_v = list(own_k), list(own_v)",
+        "before_k, before_v = own_k, own_v",
+        (ACCUMULATION + "::test_gradient_checkpointing_changes_nothing",),
+    ),
+    Mutation(
+        "a checkpoint that is being written changes with the next step",
+        TRAINING + "checkpointing.py",
+        '.to("cpu", copy=True)',
+        '.to("cpu")',
+        ("tests/unit/test_checkpoint_writer.py",),
+    ),
     Mutation(
         "the simulation scores a longer block than the server runs",
         TRAINING + "simulated_acceptance.py",
@@ -16,23 +68,24 @@ MUTATIONS = (
     ),
     Mutation(
         "ranks' gradients averaged once too often",
-        TRAINING + "trainer.py",
-        "scale = self.accelerator.num_processes / sums.weight",
-        "scale = 1.0 / sums.weight",
+        TRAINING + "strategies.py",
+        "scaled_gradients(self.drafter, self.accelerator.num_processes / weight)",
+        "scaled_gradients(self.drafter, 1.0 / weight)",
         (ACCUMULATION,),
     ),
     Mutation(
         "mean of micro-batch means",
         TRAINING + "trainer.py",
-        "self.accelerator.backward(losses.loss)",
-        "self.accelerator.backward(losses.loss / losses.weight.clamp(min=1e-9) * 10)",
+        "self.strategy.backward(losses.loss, is_last)",
+        "self.strategy.backward(losses.loss / losses.weight.clamp(min=1e-9) * 10, is_last)",
         (ACCUMULATION,),
     ),
     Mutation(
         "optimiser moves before the check",
         TRAINING + "trainer.py",
         "        self._check(step, sums)\n",
-        "        for optimizer in self.optimizers:\n            optimizer.step()\n        self._check(step, sums)\n",
+        "        for optimizer in self.strategy.optimizers:\n            optimizer.step()\n"
+        "        self._check(step, sums)\n",
         ("tests/unit/test_trainer.py::test_a_loss_that_is_not_finite_stops_before_the_optimiser",),
     ),
     Mutation(

@@ -95,6 +95,26 @@ def test_two_ranks_are_one_that_accumulates(alone, two):
     assert records[0]["acceptance_length"] == records[1]["acceptance_length"]
 
 
+@pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
+def test_sharded_by_the_command(strategy, arguments, alone, two, tmp_path):
+    """The folder is whole and the checkpoint goes on elsewhere; one set of lines, none of the engine's."""
+    if strategy.startswith("zero"):
+        pytest.importorskip("deepspeed")
+    path = Path(shutil.copytree(two[0], tmp_path / "run"))
+    for output in ("checkpoints", "drafter"):
+        shutil.rmtree(path / output)
+    (path / "metrics.jsonl").unlink()
+    command = ["fit", *arguments, f"run.dir={path}", "trainer.gradient_checkpointing=true"]
+    code, said = run(SPECTRAIN, [*command, "trainer.devices=2", f"trainer.strategy={strategy}"])
+    assert code == 0, said
+    assert said.count("is the best") == 1 and "DeepSpeed" not in said and "Warning" not in said
+    for found, expected in zip(steps(path), steps(alone), strict=True):
+        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-4)
+        assert found["gradient_norm"] == pytest.approx(expected["gradient_norm"], rel=1e-3)
+    for name, expected in weights(alone).items():
+        torch.testing.assert_close(weights(path)[name], expected, rtol=1e-2, atol=1e-3)
+
+
 def test_one_rank_prints(two):
     _, said = two
     for once in ("is the best", "initialisation solved", "answers cut off", "report.html"):

@@ -19,7 +19,7 @@ from spectrain.config.trainer_schema import TrainerConfig
 from spectrain.drafters.autoregressive.eagle3 import Eagle3
 from spectrain.errors import InputError
 from spectrain.training import checkpointing
-from spectrain.training.checkpointing import load_checkpoint, newest_checkpoint, save_checkpoint
+from spectrain.training.checkpointing import TrainingState, load_checkpoint, newest_checkpoint, save_checkpoint
 from spectrain.training.optim import build_optimizers
 
 OPTIONS = Options(reduced=True)
@@ -43,7 +43,8 @@ class Training:
                 optimizer.zero_grad()
 
     def save(self, folder: Path, step: int, keep: int = 2, **state: Any) -> Path:
-        return save_checkpoint(folder, self.drafter, self.optimizers, {"step": step, **state}, keep)
+        tensors = TrainingState.of(self.drafter, self.optimizers)
+        return save_checkpoint(folder, tensors, {"step": step, **state}, keep)
 
     def load(self, folder: Path) -> dict[str, Any] | None:
         return load_checkpoint(folder, self.drafter, self.optimizers)

@@ -1,5 +1,6 @@
 """Everything that is refused before work starts: one line, exit code 2, and a run directory that was not touched."""
 
+import importlib.util
 import json
 import shutil
 
@@ -100,6 +101,11 @@ def test_a_drafter_that_does_not_fit_the_target(capsys, workplace, command, argu
             "sampling.max_new_tokens=256",
             "sampling.max_new_tokens=256 leaves no room for a prompt in target.max_length=256",
         ),
+        (
+            ("trainer.optimizer=muon", "trainer.strategy=zero1"),
+            "trainer.strategy=zero1 leaves no rank a whole matrix, which trainer.optimizer=muon levels",
+        ),
+        ("trainer.strategy=zero4", "trainer.strategy"),
         ("trainer.packed_length=16", "trainer.packed_length=16 cannot hold a prompt and an answer"),
         (
             "decoding.num_speculative_tokens=17",
@@ -135,15 +141,28 @@ def test_a_drafter_that_does_not_fit_the_target(capsys, workplace, command, argu
     ],
 )
 def test_refused_before_work_starts(capsys, workplace, tmp_path, argument, message):
+    arguments = (argument,) if isinstance(argument, str) else argument
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "broken.jsonl").write_text('{"turns": ["a"]}\n{"turns": [}\n')
     for code, _, err in (
-        dry_run(capsys, *workplace, argument),
-        (cli.main(["run", *workplace, argument]), *capsys.readouterr()),
+        dry_run(capsys, *workplace, *arguments),
+        (cli.main(["run", *workplace, *arguments]), *capsys.readouterr()),
     ):
         assert (code, err.count("\n")) == (2, 1), err
         assert message in err
         assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_zero_without_deepspeed(capsys, workplace, tmp_path, monkeypatch, strategy):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name, *rest: None if name == "deepspeed" else found(name, *rest)
+    )
+    code, err = cli.main(["fit", *workplace, f"trainer.strategy={strategy}"]), capsys.readouterr().err
+    assert (code, err.count("\n")) == (2, 1), err
+    assert f"trainer.strategy={strategy}" in err and "pip install 'spectrain[deepspeed]'" in err
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_directory_of_another_target(capsys, workplace, tmp_path):

@@ -18,6 +18,7 @@ from spectrain.target.families import FAMILIES, HeadMath
 from spectrain.target.head import TargetHead
 from spectrain.target.spec import TargetSpec
 from spectrain.training.optim import build_optimizers
+from spectrain.training.strategies import sharded_layers
 
 HIDDEN, VOCAB, TOKENS, DOCUMENTS, ANSWERED = 128, 1000, 512, 4, 0.8
 BLOCK = ("drafter.block.block_size=8", "drafter.block.anchors=128", "drafter.dspark.markov_rank=32")
@@ -43,6 +44,8 @@ def count_and_estimate(*arguments: str) -> tuple[float, float]:
     math = HeadMath(family=FAMILIES["llama"], hidden_size=HIDDEN, eps=1e-6, embed_scale=1.0, soft_cap=None)
     head = TargetHead(math, torch.randn(VOCAB, HIDDEN), torch.ones(HIDDEN), torch.randn(VOCAB, HIDDEN) * 0.05)
     drafter.attach(head)
+    for layer in sharded_layers(drafter):
+        layer.recompute = config.trainer.gradient_checkpointing
     number_bytes = 2 if config.trainer.precision == "bfloat16" else 4
     states = torch.bfloat16 if number_bytes == 2 else torch.float32
     length = TOKENS // DOCUMENTS
@@ -76,6 +79,7 @@ def count_and_estimate(*arguments: str) -> tuple[float, float]:
     work = Pass(
         rows, TOKENS, keys, config.drafter.attention.replace("auto", "eager"), number_bytes, number_bytes, False
     )
+    work = replace(work, recompute=config.trainer.gradient_checkpointing)
     estimate = rank_memory(size_of(drafter, config.drafter.num_layers), work, work, ranks=1)
     moments = estimate.moments
     return memory.peak, max(moments["forward"], moments["backward"])
@@ -119,12 +123,31 @@ def test_a_step_takes_what_the_plan_says(arguments: tuple[str, ...], precision: 
     assert estimated == pytest.approx(counted, rel=0.2)
 
 
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("drafter=eagle3", "drafter.num_layers=2", "drafter.layer_type=llama"),
+        ("drafter=eagle3", "drafter.autoregressive.ttt_steps=6"),
+        ("drafter=dflash", "drafter.num_layers=3", "drafter.attention=sdpa", *BLOCK),
+        ("drafter=dspark", "drafter.num_layers=4", *BLOCK),
+    ],
+    ids=lambda arguments: " ".join(arguments[:3]),
+)
+def test_gradient_checkpointing_takes_less_and_what_the_plan_says(arguments: tuple[str, ...], precision: str) -> None:
+    common = (*arguments, f"trainer.precision={precision}")
+    kept, _ = count_and_estimate(*common)
+    counted, estimated = count_and_estimate(*common, "trainer.gradient_checkpointing=true")
+    assert counted < 0.8 * kept
+    assert estimated == pytest.approx(counted, rel=0.25)
+
+
 def test_strategies_share_out_what_they_are_named_for() -> None:
     """By hand: 4 bytes of weights and gradients and 8 of moments a parameter, a bucket for every gradient under DDP."""
     config = compose(["recipe=dflash_quickstart", "drafter.draft_vocab_size=null"])
     method, spec = find_method("dflash"), TargetSpec.from_fields({"model_type": "qwen3"}, "test")
     shape = method.shape(config.drafter, spec)
-    size = DrafterSize(shape.layer, 2, 5, 1000, 1000, 1000, 100, 0, spec.vocab_size, 0, False, False)
+    size = DrafterSize(shape.layer, 2, 5, 1000, 1000, 1000, 100, 0, spec.vocab_size, 0, False, False, 30)
     work = Pass(
         method.training_rows(config.drafter, config.trainer, BatchSize(1024, 800)), 1024, 100, "flex", 4, 4, True
     )
@@ -138,3 +161,9 @@ def test_strategies_share_out_what_they_are_named_for() -> None:
         "fsdp2": (1000, 1000, 2000),
     }
     assert found["ddp"].lasting["buckets"] == 4000 and found["fsdp2"].lasting["buckets"] == 0
+    # ZeRO's optimiser has a copy of the weights that it moves; an evaluation runs a whole drafter.
+    assert {name: m.lasting["engine's weights"] for name, m in found.items() if name.startswith("zero")} == {
+        f"zero{stage}": 1000 for stage in (1, 2, 3)
+    }
+    assert found["fsdp2"].evaluation["whole weights"] == 4000 and found["zero2"].evaluation["whole weights"] == 0
+    assert found["fsdp2"].lasting["gathered layers"] == 4 * (2 * 100 + 30)

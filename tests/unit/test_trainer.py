@@ -110,7 +110,7 @@ def test_a_worse_drafter_never_replaces_a_better_one(tmp_path: Path) -> None:
     # What is kept is the drafter of that step, though checkpoints have rotated past it.
     again = random_drafter(OPTIONS)
     again_trainer = make_trainer(tmp_path / "again", again, MemoryStore(documents + heldout(documents)), config)
-    for optimizer in again_trainer.optimizers[-1:]:
+    for optimizer in again_trainer.strategy.optimizers[-1:]:
         optimizer.register_step_post_hook(lambda *_: saved.update({len(saved) + 1: weights(again)}))
     again_trainer.fit()
     kept = tensors_of(load_drafter(tmp_path / "drafter"))  # type: ignore[arg-type]
@@ -139,7 +139,7 @@ def stopped(tmp_path: Path, documents: list[TargetStates], message: str, **optio
         trainer.fit()
     assert error.value.exit_code == 1 and "\n" not in str(error.value)
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(drafter).items())
-    assert not any(optimizer.state for optimizer in trainer.optimizers)
+    assert not any(optimizer.state for optimizer in trainer.strategy.optimizers)
     assert not list((tmp_path / "checkpoints").glob("*"))
 
 

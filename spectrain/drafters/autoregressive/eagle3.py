@@ -36,7 +36,7 @@ from spectrain.drafters.autoregressive.autoregressive_drafter import (
     observe_columns,
 )
 from spectrain.drafters.autoregressive.eagle3_init import init_eagle3
-from spectrain.drafters.autoregressive.unroll import Columns, unroll
+from spectrain.drafters.autoregressive.unroll import AutoregressiveLayer, Columns, unroll
 from spectrain.drafters.drafter import Advance, Batches, DrafterShape
 from spectrain.drafters.field_checks import check_sizes, flag, whole
 from spectrain.drafters.foreign_checkpoints import (
@@ -88,7 +88,7 @@ class Eagle3Shape(DrafterShape):
         return self.layer.hidden_size
 
 
-class Eagle3Layer(nn.Module):
+class Eagle3Layer(AutoregressiveLayer):
     """One decoder layer. The first reads [norm(embedding); norm(feature)] (2H wide) and adds to the feature; others are
     ordinary.
     """

@@ -32,7 +32,7 @@ from spectrain.data.vocab import DraftVocab
 from spectrain.drafters.autoregressive.autoregressive_drafter import AutoregressiveCache, run_columns
 from spectrain.drafters.autoregressive.eagle3 import Eagle3, Eagle3Body, Eagle3Method, Eagle3Shape
 from spectrain.drafters.autoregressive.eagle3_init import MAX_COLUMNS_PER_DIM, InitText, init_eagle3
-from spectrain.drafters.autoregressive.unroll import ColumnLayout, Columns, first_step, unrolled_attention
+from spectrain.drafters.autoregressive.unroll import Attend, ColumnLayout, Columns, first_step, unrolled_attention
 from spectrain.drafters.drafter import Advance, Batches
 from spectrain.drafters.field_checks import check_token
 from spectrain.drafters.mask_token import mask_token_of, resolve_mask_token
@@ -66,6 +66,21 @@ class PEagleBody(Eagle3Body):
     def mask_feature(self) -> Tensor:
         """Feature [H] of every mask slot."""
         return self.fuse(self.mask_hidden.view(len(self.shape.taps), -1))
+
+
+def _slots(k_TGd: Tensor, v_TGd: Tensor, layout: ColumnLayout, backend: str) -> Attend:
+    """Attention of all mask slots: each to the keys of step 0, and to its own column's of the slots up to itself."""
+
+    def attend(q_JMNd: Tensor, own_k: Tensor, own_v: Tensor) -> Tensor:
+        k_J, v_J = list(own_k), list(own_v.expand_as(own_k))
+        return torch.stack(
+            [
+                unrolled_attention(q_MNd, k_TGd, v_TGd, k_J[: j + 1], v_J[: j + 1], layout, backend)
+                for j, q_MNd in enumerate(q_JMNd)
+            ]
+        )
+
+    return attend
 
 
 class PEagle(Eagle3):
@@ -113,17 +128,8 @@ class PEagle(Eagle3):
         # The first layer reads the same in every mask slot: computed once, until positions and context part them.
         stream, embedding_H = self._mask_input()
         for layer, (k_TGd, v_TGd) in zip(body.layers, keys, strict=True):
-            residual, x = layer.attention_input(stream, embedding_H)
-            q_JMNd = layer.self_attn.queries(x, cos_sin_JM)
-            own_k, own_v = layer.self_attn.keys_values(x, cos_sin_JM)
-            k_J, v_J = list(own_k), list(own_v.expand_as(own_k))
-            heads_JMNd = torch.stack(
-                [
-                    unrolled_attention(q_MNd, k_TGd, v_TGd, k_J[: j + 1], v_J[: j + 1], layout, backend)
-                    for j, q_MNd in enumerate(q_JMNd)
-                ]
-            )
-            stream = layer.finish(residual, heads_JMNd)
+            attend = _slots(k_TGd, v_TGd, layout, backend)
+            stream, _, _ = layer(stream, embedding_H, cos_sin_JM, attend, None)
         return body.norm(torch.cat([out_MH[None], stream]))
 
     def draft_steps(self, cache: AutoregressiveCache, anchor_B: Tensor, n: int) -> ParallelSlots:

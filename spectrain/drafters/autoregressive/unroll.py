@@ -21,6 +21,7 @@ log-sum-exp).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -29,11 +30,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from spectrain.data.packing import PackedBatch
-from spectrain.drafters.layers import Rotary, compiled_flex
+from spectrain.drafters.layers import DecoderLayer, Rotary, compiled_flex
 from spectrain.target.head import TargetHead
 
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # queries, and the same columns' keys and values -> heads
 
-class AutoregressiveLayer(Protocol):
+
+class AutoregressiveLayer(DecoderLayer):
     """A decoder layer, cut where a cache or an unrolled attention goes between. ``self_attn`` has ``queries`` and
     ``keys_values``, as ``layers.Projections``.
     """
@@ -42,11 +45,23 @@ class AutoregressiveLayer(Protocol):
 
     def attention_input(self, feature: Tensor, embedding: Tensor) -> tuple[Tensor, Tensor]:
         """(residual stream [..., H], what q, k and v read)."""
-        ...
+        raise NotImplementedError
 
     def finish(self, residual: Tensor, heads: Tensor) -> Tensor:
         """Residual stream after the layer, from the attention's heads [..., N, d]."""
-        ...
+        raise NotImplementedError
+
+    def run(
+        self, feature: Tensor, embedding: Tensor, cos_sin: tuple[Tensor, Tensor], attend: Attend, rows: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(residual stream after the layer, keys, values). ``rows``: those that ask, None: all; of every one there are
+        keys and values.
+        """
+        residual, x = self.attention_input(feature, embedding)
+        k, v = self.self_attn.keys_values(x, cos_sin)
+        if rows is not None:
+            residual, x, cos_sin = residual[rows], x[rows], (cos_sin[0][rows], cos_sin[1][rows])
+        return self.finish(residual, attend(self.self_attn.queries(x, cos_sin), k, v)), k, v
 
 
 class AutoregressiveBody(Protocol):
@@ -272,14 +287,10 @@ def unroll(
         embedding_MH = token_embedding(body, head, token_M, position_M).to(out_MH.dtype)
         cos_sin_M = rotary.cos_sin(position_M)
         for layer, (k_TGd, v_TGd), (own_k, own_v) in zip(body.layers, keys, own, strict=True):
-            residual_MH, x_M = layer.attention_input(out_MH, embedding_MH)
-            k_MGd, v_MGd = layer.self_attn.keys_values(x_M, cos_sin_M)
+            attend = _later_step(k_TGd, v_TGd, own_k, own_v, layout, backend)
+            out_MH, k_MGd, v_MGd = layer(out_MH, embedding_MH, cos_sin_M, attend, None)
             own_k.append(k_MGd)
             own_v.append(v_MGd)
-            heads_MNd = unrolled_attention(
-                layer.self_attn.queries(x_M, cos_sin_M), k_TGd, v_TGd, own_k, own_v, layout, backend
-            )
-            out_MH = layer.finish(residual_MH, heads_MNd)
         normed_KMH.append(body.norm(out_MH))
     return torch.stack(normed_KMH)
 
@@ -303,39 +314,28 @@ def first_step(
     embedding_TH = token_embedding(body, head, next_T, batch.position_ids_T).to(feature_TH.dtype)
     cos_sin_T = rotary.cos_sin(batch.position_ids_T)
     keys: list[tuple[Tensor, Tensor]] = []
-    stream_TH = feature_TH
-    out_MH = feature_TH[query_M]
+    every_T, out_MH = torch.arange(batch.num_tokens, device=query_M.device), feature_TH
     for layer in body.layers:
-        residual_TH, x_T = layer.attention_input(stream_TH, embedding_TH)
-        k_TGd, v_TGd = layer.self_attn.keys_values(x_T, cos_sin_T)
-        keys.append((k_TGd, v_TGd))
         if layer is body.layers[-1]:
-            q_MNd = layer.self_attn.queries(x_T[query_M], _rows(cos_sin_T, query_M))
-            heads_MNd = unrolled_attention(q_MNd, k_TGd, v_TGd, [], [], layout, backend)
-            out_MH = layer.finish(residual_TH[query_M], heads_MNd)
-        else:
-            stream_TH = _full_layer(layer, residual_TH, x_T, k_TGd, v_TGd, cos_sin_T, batch, backend)
+            attend, rows = _to_step_0(layout, backend), query_M
+        else:  # all columns ask: the next layer makes keys of what comes out
+            attend, rows = _to_step_0(ColumnLayout.build(every_T, batch.document_ids_T), backend), None
+        out_MH, k_TGd, v_TGd = layer(out_MH, embedding_TH, cos_sin_T, attend, rows)
+        keys.append((k_TGd, v_TGd))
     return out_MH, keys
 
 
-def _rows(pair: tuple[Tensor, Tensor], rows: Tensor) -> tuple[Tensor, Tensor]:
-    return pair[0][rows], pair[1][rows]
+def _to_step_0(layout: ColumnLayout, backend: str) -> Attend:
+    """Attention of the columns of ``layout`` at step 0, to those of their documents."""
+    return lambda q, k_TGd, v_TGd: unrolled_attention(q, k_TGd, v_TGd, [], [], layout, backend)
 
 
-def _full_layer(
-    layer: AutoregressiveLayer,
-    residual_TH: Tensor,
-    x_T: Tensor,
-    k_TGd: Tensor,
-    v_TGd: Tensor,
-    cos_sin_T: tuple[Tensor, Tensor],
-    batch: PackedBatch,
-    backend: str,
-) -> Tensor:
-    """A layer on every column: plain causal attention inside each document."""
-    layout = ColumnLayout.build(torch.arange(len(x_T), device=x_T.device), batch.document_ids_T)
-    heads_TNd = unrolled_attention(layer.self_attn.queries(x_T, cos_sin_T), k_TGd, v_TGd, [], [], layout, backend)
-    return layer.finish(residual_TH, heads_TNd)
+def _later_step(
+    k_TGd: Tensor, v_TGd: Tensor, own_k: list[Tensor], own_v: list[Tensor], layout: ColumnLayout, backend: str
+) -> Attend:
+    """Attention of a step behind the first: to the keys of step 0, and to the column's own of all steps since."""
+    before_k, before_v = list(own_k), list(own_v)  # as they are now: the backward pass may ask again
+    return lambda q, k, v: unrolled_attention(q, k_TGd, v_TGd, [*before_k, k], [*before_v, v], layout, backend)
 
 
 @dataclass

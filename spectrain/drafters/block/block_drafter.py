@@ -38,7 +38,7 @@ from spectrain.decoding.proposers import Observation, Proposal
 from spectrain.decoding.sampling import SamplingParams, sample, truncated_log_probs
 from spectrain.drafters.block.block_attention import own_block_mask
 from spectrain.drafters.block.block_model import BlockBody
-from spectrain.drafters.block.block_shape import BlockShape
+from spectrain.drafters.block.block_shape import BlockShape, blocks_together
 from spectrain.drafters.block.block_training import all_anchors, previous_tokens, run_blocks, tokens_ahead
 from spectrain.drafters.drafter import Advance, Batches, Drafter, DraftScores, KeyValueCache, draft_uniforms
 from spectrain.drafters.layers import Rotary
@@ -257,15 +257,34 @@ def block_scores(
     drafter: BlockDrafter, batch: PackedBatch, num_drafts: int, sampling: SamplingParams, draft_sampling: SamplingParams
 ) -> DraftScores:
     """Acceptance of all anchors' blocks of ``num_drafts`` drafts, as a server runs them when it is asked for
-    so many.
+    so many. Blocks see nothing of each other, so they are run some at a time: memory does not grow with their number.
     """
     anchor_R = all_anchors(batch)
-    accept_RJ = torch.zeros(len(anchor_R), num_drafts, device=anchor_R.device)
     if len(anchor_R) == 0:
-        return DraftScores(anchor_R, accept_RJ)
-    ahead_R = tokens_ahead(batch, num_drafts)[anchor_R]
-    slots = _SlotLogits(drafter, batch, anchor_R, num_drafts)
-    log_q_T = None if draft_sampling.greedy else _log_q(drafter, batch, anchor_R, ahead_R, sampling)
+        return DraftScores(anchor_R, torch.zeros(0, num_drafts, device=anchor_R.device))
+    ahead_T = tokens_ahead(batch, num_drafts)
+    log_q_T = None if draft_sampling.greedy else _log_q(drafter, batch, anchor_R, ahead_T[anchor_R], sampling)
+    accepted, confidences = [], []
+    for some_R in anchor_R.split(blocks_together(drafter.shape.slots(num_drafts))):
+        slots = _SlotLogits(drafter, batch, some_R, num_drafts)
+        accepted.append(_accepted(drafter, batch, slots, some_R, ahead_T[some_R], log_q_T, draft_sampling))
+        confidences.append(slots.confidence())
+    said = [confidence_RJ for confidence_RJ in confidences if confidence_RJ is not None]
+    return DraftScores(anchor_R, torch.cat(accepted), torch.cat(said) if said else None)
+
+
+def _accepted(
+    drafter: BlockDrafter,
+    batch: PackedBatch,
+    slots: _SlotLogits,
+    anchor_R: Tensor,
+    ahead_R: Tensor,
+    log_q_T: Tensor | None,
+    draft_sampling: SamplingParams,
+) -> Tensor:
+    """[R, J]: acceptance of these blocks' drafts."""
+    num_drafts = slots.hidden_RJH.shape[1]
+    accept_RJ = torch.zeros(len(anchor_R), num_drafts, device=anchor_R.device)
     alive_S = torch.arange(len(anchor_R), device=anchor_R.device)
     for k in range(num_drafts):
         alive_S = alive_S[ahead_R[alive_S] > k]
@@ -279,7 +298,7 @@ def block_scores(
         )
         accept_RJ[alive_S, k] = accept_S
         alive_S = alive_S[accept_S > 0]
-    return DraftScores(anchor_R, accept_RJ, slots.confidence())
+    return accept_RJ
 
 
 def _log_q(

@@ -20,7 +20,7 @@ from spectrain.config.trainer_schema import TrainerConfig
 from spectrain.data.vocab import DraftVocab
 from spectrain.drafters.block.block_drafter import BlockDrafter
 from spectrain.drafters.block.block_model import BlockBody
-from spectrain.drafters.block.block_shape import BlockShape
+from spectrain.drafters.block.block_shape import BlockShape, blocks_together
 from spectrain.drafters.field_checks import flag, positive, whole
 from spectrain.drafters.foreign_checkpoints import (
     block_decoder_layer,
@@ -152,7 +152,9 @@ class BlockMethod(DrafterMethod):
         return self._rows(config, min(batch.generated_tokens, drawn), self.max_drafts(config), batch)
 
     def simulated_rows(self, config: DrafterConfig, drafts: int, batch: BatchSize) -> TrainingRows:
-        return self._rows(config, batch.generated_tokens, min(drafts, self.max_drafts(config)), batch)
+        drafts = min(drafts, self.max_drafts(config))
+        together = blocks_together(drafts + (not self.samples_from_anchor(config)))
+        return self._rows(config, min(batch.generated_tokens, together), drafts, batch)
 
     def _rows(self, config: DrafterConfig, blocks: float, drafts: int, batch: BatchSize) -> TrainingRows:
         """Of blocks that give so many drafts each; the context has keys and values alone."""

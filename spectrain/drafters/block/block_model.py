@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from spectrain.drafters.block.block_shape import BlockShape
 from spectrain.drafters.block.heads import CandidateSelector, ConfidenceHead, GroupedConv, MarkovHead
-from spectrain.drafters.layers import Projections, RMSNorm, SwiGLU, VocabProjection
+from spectrain.drafters.layers import DecoderLayer, Projections, RMSNorm, SwiGLU, VocabProjection
 from spectrain.target.head import TargetHead
 
 CosSin = tuple[Tensor, Tensor]
@@ -28,7 +28,7 @@ CosSin = tuple[Tensor, Tensor]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
-class BlockLayer(nn.Module):
+class BlockLayer(DecoderLayer):
     """One decoder layer."""
 
     def __init__(self, shape: BlockShape, index: int) -> None:
@@ -48,7 +48,7 @@ class BlockLayer(nn.Module):
         """Keys and values [..., T, G, d] of fused taps [..., T, H] at the given phases."""
         return self.self_attn.keys_values(context_TH, cos_sin_T)
 
-    def forward(self, x_RBH: Tensor, cos_sin_RB: CosSin, attend: Attend) -> Tensor:
+    def run(self, x_RBH: Tensor, cos_sin_RB: CosSin, attend: Attend) -> Tensor:
         """The residual stream after the layer, [R, B, H]."""
         middle_RBH = x_RBH + self._attention(self.input_layernorm(x_RBH), cos_sin_RB, attend)
         return middle_RBH + self._mlp(self.post_attention_layernorm(middle_RBH))

@@ -111,3 +111,11 @@ class BlockShape(DrafterShape):
     def slots(self, num_drafts: int) -> int:
         """Length of the block that drafts so many tokens; a server asked for fewer tokens runs a shorter block."""
         return num_drafts + self.first_slot
+
+
+_SCORED_ROWS = 4096  # slots of blocks that are scored together: enough to keep an accelerator busy
+
+
+def blocks_together(slots: int) -> int:
+    """How many blocks of so many slots an evaluation runs at a time."""
+    return max(1, _SCORED_ROWS // slots)
