@@ -199,6 +199,8 @@ def replace_folder(folder: Path, fill: Callable[[Path], None], what: str = "", s
                 fresh.stat().st_mode & 0o666
             )  # a writer that makes files private (safetensors) must not decide who may read a drafter
             for path in fresh.iterdir():
+                if path.is_symlink():
+                    continue  # somebody else's file
                 path.chmod(mode)
                 sync(path)
             sync(fresh)

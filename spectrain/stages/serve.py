@@ -28,6 +28,7 @@ from spectrain.config.target_schema import TargetConfig
 from spectrain.console import say, stdout
 from spectrain.drafters.drafter_digests import check_drafter_digests, weight_files
 from spectrain.drafters.drafter_folder import check_vocab
+from spectrain.drafters.overlay import check_links, is_overlay
 from spectrain.drafters.registry import known_method, load_module
 from spectrain.drafters.serving_config import ServingConfig, drafter_digest, read_serving_config
 from spectrain.engines.vllm import args as vllm_options
@@ -172,6 +173,8 @@ def serve_command(config: SpectrainConfig, given: Sequence[str], flags: Sequence
     path = _drafter_path(config, keys)
     drafter = read_serving_config(path, config.drafter.revision if path == config.drafter.path else None)
     check_drafter_digests(Path(drafter.path))
+    if is_overlay(Path(drafter.path)):
+        check_links(Path(drafter.path))
     if known_method(drafter.method) is None:
         load_module(config.drafter.module)  # its kind may be one that vLLM does not have
     _check_vocab(drafter)
@@ -188,13 +191,11 @@ def serve_command(config: SpectrainConfig, given: Sequence[str], flags: Sequence
     served = length or config.engine.args.get("max_model_len")
     if isinstance(served, int):
         target_config = replace(target_config, max_length=served)
-    args = vllm_options.engine_args(
-        config.engine, target_config, target, {"speculative_config": drafter.speculative_config(number)}
-    )
+    args = vllm_options.engine_args(config.engine, target_config, target, drafter.engine_args(number))
     vllm_options.check_args(args)
     named = {*config.engine.args, *(() if length is None else ("max_model_len",))}
     ours = [*vllm_options.cli_flags(_kept(args, named)), *_template_flags(target_config)]
-    return ServeCommand([*_server(target), *ours, *flags], _environment(config))
+    return ServeCommand([*_server(args["model"]), *ours, *flags], _environment(config))
 
 
 def _template_flags(target: TargetConfig) -> list[str]:

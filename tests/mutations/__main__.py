@@ -38,6 +38,7 @@ import decoding
 import drafters
 import engines
 import evaluation
+import mtp
 import signals
 import stages
 import targets
@@ -49,7 +50,7 @@ ROOT = HERE.parents[1]
 COPIED, LINKED = ("spectrain", "tests"), ("conf", "data_gen", "recipes", "eval", "docs", "README.md", "pyproject.toml")
 TIMEOUT_S = 600
 AREAS = (
-    *(autoregressive, block, drafters, decoding, data, engines, training, evaluation, stages, config, targets),
+    *(autoregressive, mtp, block, drafters, decoding, data, engines, training, evaluation, stages, config, targets),
     signals,
 )
 BY_AREA = {area.__name__: area.MUTATIONS for area in AREAS}
