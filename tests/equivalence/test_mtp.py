@@ -26,6 +26,8 @@ from spectrain.decoding.acceptance import acceptance
 from spectrain.decoding.loop import DecodingSettings, Prompt, speculative_generate
 from spectrain.decoding.sampling import GREEDY, SamplingParams
 from spectrain.drafters.autoregressive.mtp import Mtp
+from spectrain.evaluation.diagnosis import diagnose
+from spectrain.evaluation.parity import DecodedPrompt, compare
 from spectrain.target.smoke_targets import change_config
 from spectrain.training.simulated_acceptance import simulate_heldout
 from spectrain.training.trainer import Trainer
@@ -103,6 +105,28 @@ def test_one_step_or_many_are_the_same_first_step(target: MtpTarget) -> None:
     for key, expected in one.items():
         torch.testing.assert_close(seven[key], expected, rtol=1e-12, atol=1e-12)
     assert max(k for _, k in seven) == 6
+
+
+@pytest.mark.parametrize("misread", ["reads_before_norm", "feeds_normed"])
+def test_a_head_that_is_read_otherwise_is_diagnosed(target: MtpTarget, tuned: Mtp, misread: str) -> None:
+    texts = random_prompts(VOCAB, 6, seed=9)
+    settings = DecodingSettings(3, eos_ids=(EOS,))
+
+    def decoded() -> list[DecodedPrompt]:
+        results = speculative_generate(target.model, tuned, prompts_of(texts, 24), settings).results
+        return [DecodedPrompt(ids, one.ids, one.rounds) for ids, one in zip(texts, results, strict=True)]
+
+    ours, thing = decoded(), tuned if misread == "reads_before_norm" else tuned.body
+    right = getattr(thing, misread)
+    try:
+        setattr(thing, misread, not right)
+        theirs = decoded()
+    finally:
+        setattr(thing, misread, right)
+    report = compare(target.model, tuned, ours, theirs, 3)
+    assert not report.passed
+    wanted = "behind its final norm" if misread == "reads_before_norm" else "the unnormed output is fed back"
+    assert wanted in diagnose(target.model, tuned, report, theirs, 3)[0]
 
 
 def test_gradients_of_a_batch_are_those_of_its_documents(target: MtpTarget) -> None:

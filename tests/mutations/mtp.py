@@ -18,8 +18,8 @@ MUTATIONS = (
     Mutation(
         "mtp: fed back behind the norm where it is before it, and the other way round",
         HERE + "mtp_layer.py",
-        "return normed if self._feeds_normed else output",
-        "return output if self._feeds_normed else normed",
+        "return normed if self.feeds_normed else output",
+        "return output if self.feeds_normed else normed",
         (FAMILIES,),
     ),
     Mutation(

@@ -212,11 +212,11 @@ class MtpBody(nn.Module):
 
     def __init__(self, shape: MtpShape) -> None:
         super().__init__()
-        self.zero_first, self._feeds_normed = shape.head.zero_first, shape.head.feeds_normed
+        self.zero_first, self.feeds_normed = shape.head.zero_first, shape.head.feeds_normed
         layer = MtpLayer(shape.head, shape.text, shape.layer, shape.sizes, shape.offset, shape.experts > 0)
         self.layers = nn.ModuleList([layer])  # type: ignore[assignment]
         self.norm = GainNorm(shape.hidden_size, shape.layer.rms_norm_eps, shape.offset)
 
     def feed_back(self, output: Tensor, normed: Tensor) -> Tensor:
         """The feature of the next step."""
-        return normed if self._feeds_normed else output
+        return normed if self.feeds_normed else output
