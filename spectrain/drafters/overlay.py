@@ -73,12 +73,12 @@ class Overlay:
                 _write_kept(path, kept, into / name)
             else:
                 _link(path, into / name)
-            recorded[name] = described(path) | ({"without": sorted(names - kept)} if names & self.stale else {})
+            recorded[name] = _described_as(path) | ({"without": sorted(names - kept)} if names & self.stale else {})
             weight_map |= dict.fromkeys(kept, name)
         for path in sorted(self.source.iterdir()):
             if _goes_along(path, files):
                 _link(path, into / path.name)
-                recorded[path.name] = described(path)
+                recorded[path.name] = _described_as(path)
         size = sum(tensor.nbytes for tensor in self.changed.values())
         index = {"metadata": {"tuned_bytes": size}, "weight_map": dict(sorted(weight_map.items()))}
         (into / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
@@ -110,6 +110,11 @@ def described(path: Path) -> dict[str, Any]:
     real = Path(os.path.realpath(path))
     digest = real.name if _BLOB.fullmatch(real.name) else file_digest(real)
     return {"bytes": real.stat().st_size, "sha256": digest}
+
+
+def _described_as(path: Path) -> dict[str, Any]:
+    """``described``, with the name that the file has in its target."""
+    return {"name": path.name, **described(path)}
 
 
 def _write_kept(path: Path, names: set[str], into: Path) -> None:
@@ -151,6 +156,17 @@ def is_overlay(folder: Path) -> bool:
     return (folder / TUNED_HEAD).is_file()
 
 
+def restore_links(folder: Path, source: Path) -> None:
+    """Link what is missing of the target's files again, out of ``source``: after a move, or for a folder that names
+    its target on the Hub alone. Whether they are the right ones, ``check_links`` says.
+    """
+    for name, wanted in recorded_files(folder).items():
+        found = source / str(wanted.get("name", name))
+        if not (folder / name).exists() and "without" not in wanted and found.is_file():
+            (folder / name).unlink(missing_ok=True)
+            _link(found, folder / name)
+
+
 def check_links(folder: Path, digests: bool = False) -> None:
     """InputError if a file of the target is missing, or is not the one that was linked: by its size and, if
     ``digests``, by its content.
@@ -160,7 +176,7 @@ def check_links(folder: Path, digests: bool = False) -> None:
         if not path.exists():
             raise InputError(
                 f"{path} links to a file of the target that is not there: bring the target back to where it was, or "
-                f"link it again with `spectrain fit` in the same run directory"
+                f"name it with target.path"
             )
         if "without" in wanted or not path.is_symlink():
             continue  # written here, and read with what is said of the weights

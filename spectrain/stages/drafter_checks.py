@@ -218,6 +218,7 @@ def check_measured(context: Context) -> None:
     from spectrain.drafters.drafter_folder import read_method
 
     config, folder = context.config, context.measured_drafter
+    _restore_links(folder, context.source.folder)
     check_drafter_fits(folder, context.spec)
     refuse_other_method(folder, read_method(folder), config.drafter.method, context.given)
     _check_settled(config.drafter, folder, context.spec, context.given)
@@ -225,6 +226,13 @@ def check_measured(context: Context) -> None:
     if config.draft_policies != ("fixed",):
         check_confidence(folder)
     note_other_target(context, folder)
+
+
+def _restore_links(folder: Path, target: Path | None) -> None:
+    from spectrain.drafters.overlay import is_overlay, restore_links
+
+    if target is not None and is_overlay(folder):
+        restore_links(folder, target)
 
 
 def check_continued(context: Context, folder: Path) -> None:

@@ -22,7 +22,7 @@ from spectrain.data.vocab import full_vocab
 from spectrain.drafters.autoregressive.mtp import METHOD, Mtp
 from spectrain.drafters.build import build_drafter, continue_drafter
 from spectrain.drafters.drafter_folder import load_drafter, save_drafter
-from spectrain.drafters.overlay import TUNED_HEAD, check_links, stitch
+from spectrain.drafters.overlay import TUNED_HEAD, check_links, restore_links, stitch
 from spectrain.drafters.serving_config import read_serving_config
 from spectrain.errors import ConfigError, InputError
 from spectrain.target.checkpoint import INDEX_FILE, CheckpointReader
@@ -136,6 +136,24 @@ def test_a_target_that_has_changed_or_gone_is_named(mimo: MtpTarget, tmp_path: P
     weights.unlink()
     with pytest.raises(InputError, match="is not there"):
         check_links(made)
+
+
+def test_links_are_found_again_where_the_target_is_now(mimo: MtpTarget, tmp_path: Path) -> None:
+    folder = tmp_path / "target"
+    shutil.copytree(mimo.folder, folder)
+    target = MtpTarget("mimo", folder, torch.float32)
+    made = saved(target.drafter(), tmp_path / "drafter", target)
+    moved = Path(shutil.move(folder, tmp_path / "elsewhere" / "target"))
+    with pytest.raises(InputError, match=r"is not there.*target\.path"):
+        check_links(made)
+    restore_links(made, moved)
+    check_links(made, digests=True)
+    for path in list(made.iterdir()):  # as it comes from the Hub: without what it links
+        if path.is_symlink():
+            path.unlink()
+    restore_links(made, moved)
+    check_links(made, digests=True)
+    assert {path.resolve().parent for path in made.iterdir() if path.is_symlink()} == {moved.resolve()}
 
 
 def test_tuning_goes_on_from_a_tuned_head(mimo: MtpTarget, tmp_path: Path) -> None:
