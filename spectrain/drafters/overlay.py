@@ -64,6 +64,7 @@ class Overlay:
             files.setdefault(path, set()).add(name)
         weight_map = dict.fromkeys(self.changed, TUNED_HEAD)
         recorded: dict[str, Any] = {}
+        before = recorded_files(self.source)
         for path, names in sorted(files.items()):
             kept = names - set(self.changed) - self.stale
             if not kept:
@@ -73,12 +74,12 @@ class Overlay:
                 _write_kept(path, kept, into / name)
             else:
                 _link(path, into / name)
-            recorded[name] = _described_as(path) | ({"without": sorted(names - kept)} if names & self.stale else {})
+            recorded[name] = _described_as(path, before) | ({"without": sorted(names - kept)} if names & self.stale else {})
             weight_map |= dict.fromkeys(kept, name)
         for path in sorted(self.source.iterdir()):
             if _goes_along(path, files):
                 _link(path, into / path.name)
-                recorded[path.name] = _described_as(path)
+                recorded[path.name] = _described_as(path, before)
         size = sum(tensor.nbytes for tensor in self.changed.values())
         index = {"metadata": {"tuned_bytes": size}, "weight_map": dict(sorted(weight_map.items()))}
         (into / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
@@ -112,9 +113,11 @@ def described(path: Path) -> dict[str, Any]:
     return {"bytes": real.stat().st_size, "sha256": digest}
 
 
-def _described_as(path: Path) -> dict[str, Any]:
-    """``described``, with the name that the file has in its target."""
-    return {"name": path.name, **described(path)}
+def _described_as(path: Path, before: Mapping[str, Any]) -> dict[str, Any]:
+    """``described``, with the name that the file has in its target. ``before``: what the overlay says of its files that
+    this one is made from.
+    """
+    return {"name": before.get(path.name, {}).get("name", path.name), **described(path)}
 
 
 def _write_kept(path: Path, names: set[str], into: Path) -> None:
