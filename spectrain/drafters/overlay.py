@@ -74,7 +74,9 @@ class Overlay:
                 _write_kept(path, kept, into / name)
             else:
                 _link(path, into / name)
-            recorded[name] = _described_as(path, before) | ({"without": sorted(names - kept)} if names & self.stale else {})
+            recorded[name] = _described_as(path, before) | (
+                {"without": sorted(names - kept)} if names & self.stale else {}
+            )
             weight_map |= dict.fromkeys(kept, name)
         for path in sorted(self.source.iterdir()):
             if _goes_along(path, files):

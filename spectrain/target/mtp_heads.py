@@ -12,7 +12,7 @@ To add a family: an entry of ``MTP_HEADS``, and a case in ``tests/equivalence/te
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from spectrain.errors import ConfigError, InputError
@@ -67,6 +67,7 @@ _QWEN = MtpHead(
     attention="gated",
     qk_norm=True,
 )
+_QWEN_NEXT = replace(_QWEN, layers_field="num_nextn_predict_layers")
 # GLM-4 is fed back the state before its norm, DeepSeek the one behind it: vLLM's files, which serve them, say so.
 _DEEPSEEK = MtpHead(
     prefix="model.layers.{N}.",
@@ -77,15 +78,7 @@ _DEEPSEEK = MtpHead(
     layers_field="num_nextn_predict_layers",
     attention="latent",
 )
-_GLM = MtpHead(
-    prefix=_DEEPSEEK.prefix,
-    embedding_norm=_DEEPSEEK.embedding_norm,
-    hidden_norm=_DEEPSEEK.hidden_norm,
-    projection=_DEEPSEEK.projection,
-    output_norm=_DEEPSEEK.output_norm,
-    layers_field=_DEEPSEEK.layers_field,
-    feeds_normed=False,
-)
+_GLM = replace(_DEEPSEEK, attention="plain", feeds_normed=False)
 _MIMO = MtpHead(
     prefix="model.mtp_layers.0.",
     embedding_norm="token_layernorm",
@@ -103,7 +96,7 @@ _MIMO = MtpHead(
 MTP_HEADS: dict[str, MtpHead] = {
     "mimo": _MIMO,
     "MiMoForCausalLM": _MIMO,
-    "qwen3_next": _QWEN,
+    "qwen3_next": _QWEN_NEXT,
     "qwen3_5_text": _QWEN,
     "qwen3_5_moe_text": _QWEN,
     "glm4_moe": _GLM,
