@@ -199,6 +199,8 @@ def replace_folder(folder: Path, fill: Callable[[Path], None], what: str = "", s
                 fresh.stat().st_mode & 0o666
             )  # a writer that makes files private (safetensors) must not decide who may read a drafter
             for path in fresh.rglob("*"):
+                if path.is_symlink():
+                    continue  # somebody else's file
                 if path.is_file():  # a folder that loses its x bits cannot be entered
                     path.chmod(mode)
                 sync(path)

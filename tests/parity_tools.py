@@ -6,7 +6,7 @@ import dataclasses
 import json
 import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -93,10 +93,13 @@ class Family:
 
     @cached_property
     def states(self) -> list[TargetStates]:
+        return self.states_of(range(LAYERS + 1))
+
+    def states_of(self, taps: Sequence[int]) -> list[TargetStates]:
+        """The answers with these taps."""
         texts = zip(self.prompts, self.plain, strict=True)
         return [
-            capture(self.model, prompt, answer.ids, range(LAYERS + 1), f"d{i}", "train")
-            for i, (prompt, answer) in enumerate(texts)
+            capture(self.model, prompt, answer.ids, taps, f"d{i}", "train") for i, (prompt, answer) in enumerate(texts)
         ]
 
     def ours(self, drafter: Eagle3, count: int | None = None) -> list[DecodedPrompt]:

@@ -37,10 +37,10 @@ def periodic_text(motif: int, phase: int, length: int) -> list[int]:
     return [tokens[(phase + i) % len(tokens)] for i in range(length)]
 
 
-def periodic_target(folder: Path, steps: int = 120) -> TargetModel:
-    """A llama of 4 layers, trained for some seconds until it continues every motif; saved in ``folder``."""
+def periodic_target(folder: Path, steps: int = 120, family: str = "llama") -> TargetModel:
+    """A target of 4 layers, trained for some seconds until it continues every motif; saved in ``folder``."""
     torch.manual_seed(0)
-    config = tiny_config("llama", vocab_size=PERIODIC_VOCAB, max_position_embeddings=128)
+    config = tiny_config(family, vocab_size=PERIODIC_VOCAB, max_position_embeddings=128)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
     texts = torch.tensor([periodic_text(m, phase, 40) for m, motif in enumerate(MOTIFS) for phase in range(len(motif))])
@@ -63,11 +63,13 @@ def capture(
     """One document as the target sees it in one pass without a cache."""
     ids = torch.tensor([*prompt, *answer])
     output = target.run(ids[None], torch.arange(len(ids))[None], tap_ids=taps)
-    assert output.taps_BSAH is not None
+    taps_BSAH = output.taps_BSAH
+    if taps_BSAH is None:  # none was asked for
+        taps_BSAH = output.last_hidden_BSH.new_empty(1, len(ids), 0, output.last_hidden_BSH.shape[-1])
     return TargetStates(
         input_ids=ids.int(),
         loss_mask=torch.tensor([0] * len(prompt) + [1] * len(answer), dtype=torch.uint8),
-        taps=output.taps_BSAH[0],
+        taps=taps_BSAH[0],
         last_hidden=output.last_hidden_BSH[0],
         log_normalizer=target.logits(output.last_hidden_BSH[0]).logsumexp(-1),
         key=key,

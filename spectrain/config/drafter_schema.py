@@ -40,7 +40,7 @@ class LossConfig(Section, name="drafter.loss"):
 
 @dataclass(frozen=True)
 class AutoregressiveConfig(Section, name="drafter.autoregressive"):
-    """What all autoregressive drafters have (eagle3, peagle)."""
+    """What all autoregressive drafters have (eagle3, peagle, mtp)."""
 
     ttt_steps: int = key(
         3,
@@ -150,7 +150,7 @@ class DrafterConfig(Section, name="drafter"):
     """A drafter (group ``drafter``)."""
 
     method: str = key(
-        "eagle3", "kind of drafter: eagle3, peagle, dflash, dspark, dflash2, or one that drafter.module registers"
+        "eagle3", "kind of drafter: eagle3, peagle, mtp, dflash, dspark, dflash2, or one that drafter.module registers"
     )
     module: str | None = key(
         None,
@@ -194,10 +194,11 @@ class DrafterConfig(Section, name="drafter"):
     attention: Literal["auto", "eager", "sdpa", "flex"] = key(
         "auto", "attention kernels of training; auto: eager on a CPU, flex on a GPU"
     )
-    init: Literal["closed_form", "target", "random"] = key(
+    init: Literal["closed_form", "target", "last_layer", "random"] = key(
         "closed_form",
         "closed_form: copies parts of the target and solves for the rest by ridge regression on hidden "
-        "states of the training text; target: copies alone; random",
+        "states of the training text; target: copies alone (mtp: the target's own head); last_layer: of mtp, a new "
+        "head from the target's last layer; random",
     )
     train_head: bool = key(True, "train the lm_head of a reduced vocabulary; false: it keeps the target's rows")
     loss: LossConfig = key(make=LossConfig)

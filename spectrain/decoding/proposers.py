@@ -46,8 +46,9 @@ class Observation:
     """Verified tokens of a batch of texts, in text order, and what the target computed at their positions.
 
     Rows are padded on the right; ``lengths_B`` says how many tokens of each are real. What a proposer does not ask for
-    is ``None``: taps (``Proposer.taps``), the last hidden state after the target's final norm
-    (``Proposer.reads_last_hidden``), and the target's own keys and values of named layers, which nothing asks for yet.
+    is ``None``: taps (``Proposer.taps``), the last hidden state, after the target's final norm or before it
+    (``Proposer.reads_last_hidden``, ``read_hidden``), and the target's own keys and values of named layers, which
+    nothing asks for yet.
     """
 
     ids_BT: Tensor
@@ -61,8 +62,10 @@ class Observation:
         cls, target: TargetModel, proposer: Proposer, ids_BT: Tensor, output: TargetOutput, lengths_B: Tensor
     ) -> Observation:
         """What ``proposer`` asks for of one pass of the target over ``ids_BT``."""
-        normed = target.post_norm(output.last_hidden_BSH) if proposer.reads_last_hidden else None
-        return cls(ids_BT, lengths_B, output.taps_BSAH, normed)
+        hidden = None
+        if proposer.reads_last_hidden:
+            hidden = read_hidden(proposer, target, output.last_hidden_BSH)
+        return cls(ids_BT, lengths_B, output.taps_BSAH, hidden)
 
     def part(
         self, rows: Any = slice(None), positions: slice = slice(None), lengths_B: Tensor | None = None
@@ -75,6 +78,13 @@ class Observation:
             None if taps is None else taps[rows][:, positions],
             None if hidden is None else hidden[rows][:, positions],
         )
+
+
+def read_hidden(proposer: Any, target: Any, last_hidden: Tensor) -> Tensor:
+    """The target's last hidden state [..., H], given before its final norm, as ``proposer`` reads it: behind the norm,
+    or before it where the proposer says so by ``reads_before_norm``. ``target``: with ``post_norm``.
+    """
+    return last_hidden if getattr(proposer, "reads_before_norm", False) else target.post_norm(last_hidden)
 
 
 class Proposer(Protocol):

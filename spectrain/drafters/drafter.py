@@ -23,6 +23,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -102,8 +103,10 @@ class Drafter(nn.Module, ABC):
     vocab: DraftVocab
     body: Any
     reads_last_hidden = False  # the target's last hidden state, after its final norm, beside the taps
+    reads_before_norm = False  # that state as it is before the norm
     has_closed_form = False  # whether ``closed_form_init`` is there
     copies: TargetCopies | None = None  # matrices of its target that came with its weights, until they are compared
+    folder: Path | None = None  # that it was read from
     temperatures: tuple[float, ...] = ()  # calibration of a confidence head, one a slot; empty: none
     draft_ids_D: Tensor
     target_to_draft_V: Tensor

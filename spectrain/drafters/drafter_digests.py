@@ -22,14 +22,18 @@ from spectrain.reading import read_json
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 INDEX = "model.safetensors.index.json"  # of weights in several files
+TUNED_HEAD = "tuned-mtp.safetensors"  # in a folder that is the target's own with other weights for its head
 _SECTION, _DIGESTS = "spectrain", "digests"
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files with a drafter's weights: one, or those that the index names. Empty where there are none.
+    """The files with a drafter's weights: one, or those that the index names; of a target with a tuned head the head's
+    alone. Empty where there are none.
 
     Raises InputError for an index that names a file that is not there, or none of this folder.
     """
+    if (folder / TUNED_HEAD).is_file():
+        return [folder / TUNED_HEAD]
     if (folder / WEIGHTS).is_file() or not (folder / INDEX).is_file():
         return [folder / WEIGHTS] if (folder / WEIGHTS).is_file() else []
     named = read_json(folder / INDEX).get("weight_map")

@@ -75,13 +75,14 @@ def save_drafter(
         "torch_dtype": str(next(drafter.body.parameters()).dtype).removeprefix("torch."),
         "spectrain": {**method.metadata(drafter), **(metadata or {})},
     }
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.body.state_dict().items()}
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in method.stored_tensors(drafter).items()}
     if shape.owns_head:
         tensors["d2t"] = drafter.vocab.d2t()
 
     def fill(into: Path) -> None:
-        save_file(tensors, into / WEIGHTS, metadata={"format": "pt"})
-        (into / CONFIG).write_text(json.dumps(with_digests(config, into), indent=2) + "\n", encoding="utf-8")
+        save_file(tensors, into / method.weights_name, metadata={"format": "pt"})
+        whole = method.finish_folder(drafter, into, config)
+        (into / CONFIG).write_text(json.dumps(with_digests(whole, into), indent=2) + "\n", encoding="utf-8")
 
     replace_folder(folder, fill, "the drafter", sum(tensor.nbytes for tensor in tensors.values()))
 
@@ -130,10 +131,16 @@ def load_drafter(
     tensors = standard_tensors(read_tensors(folder))
     vocab = _vocab(tensors.pop("d2t", None), shape, folder)
     _check_t2d(tensors.pop("t2d", None), vocab, folder)
-    copies = TargetCopies.taken_from(tensors, shape.owns_head, str(folder / WEIGHTS))
+    where = weight_files(folder)[0]
+    copies = TargetCopies.taken_from(tensors, shape.owns_head, str(where))
     drafter = _build(config, shape, vocab, folder)
-    _check_tensors(drafter.body.state_dict(), tensors, folder / WEIGHTS)
+    try:
+        tensors = _method(config).body_tensors(drafter, tensors)
+    except KeyError as error:
+        raise InputError(f"{where}: tensor {error} is missing") from None
+    _check_tensors(drafter.body.state_dict(), tensors, where)
     check_weights(folder)
+    drafter.folder = folder
     drafter.body.load_state_dict(tensors, assign=True)
     drafter.copies = copies if copies.tensors else None
     return drafter.eval()

@@ -233,6 +233,11 @@ def standard_config(config: dict[str, Any], where: str, usual_taps: Sequence[int
     Raises InputError, naming ``where`` and the field that is missing, makes no sense or asks for what this package does
     not compute.
     """
+    section = config.get("spectrain")
+    if isinstance(section, dict) and isinstance(section.get("drafter"), dict):
+        # A folder in its kind's own layout, or a target's with a tuned head, keeps beside what a server reads of it
+        # what this package does.
+        config = {**section["drafter"], "spectrain": section}
     if "speculators_model_type" in config or "speculators_config" in config:
         standard = _from_speculators(config, where)
     else:

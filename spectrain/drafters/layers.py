@@ -242,7 +242,7 @@ _OTHER_ARITHMETIC = frozenset(
 )
 # Frequencies of one plain rotary embedding. Partial and multi-axis settings of a target describe its own heads, not the
 # drafter's.
-_ROPE_KEYS = frozenset(
+ROPE_KEYS = frozenset(
     (
         "rope_type",
         "rope_theta",
@@ -298,7 +298,7 @@ def _own_rope(target: Mapping[str, Any], head_dim: int, longrope: bool) -> dict[
     learn with what they get, but have to be served with the same.
     """
     plain: dict[str, Any] = {"rope_type": "default", "rope_theta": _ROPE_THETA_DEFAULT}
-    rope = plain | {key: value for key, value in target.items() if key in _ROPE_KEYS and value is not None}
+    rope = plain | {key: value for key, value in target.items() if key in ROPE_KEYS and value is not None}
     if "factor" in rope and isinstance(rope["factor"], int):
         rope["factor"] = float(rope["factor"])  # vLLM takes a whole number for a list of factors
     fits = rope["rope_type"] in ("default", "linear", "dynamic", "yarn", "llama3") or (

@@ -31,6 +31,7 @@ from spectrain.target.spec import TargetSpec
 _SHIPPED = {
     "eagle3": "spectrain.drafters.autoregressive.eagle3",
     "peagle": "spectrain.drafters.autoregressive.peagle",
+    "mtp": "spectrain.drafters.autoregressive.mtp",
     "dflash": "spectrain.drafters.block.dflash",
     "dspark": "spectrain.drafters.block.dspark",
     "dflash2": "spectrain.drafters.block.dflash2",
@@ -112,6 +113,9 @@ class DrafterMethod:
     # A shorter round is the beginning of a longer one, and costs its share of it.
     drafts_step_by_step: ClassVar[bool] = False
 
+    # It begins with what its target comes with, which is measured beside it (``untuned``).
+    is_tuned: ClassVar[bool] = False
+
     # --- from configuration to drafter -------------------------------------------------------------------------------
 
     def default_taps(self, spec: TargetSpec) -> tuple[int, ...]:
@@ -191,6 +195,37 @@ class DrafterMethod:
     def describe(self, drafter: Any) -> dict[str, Any]:
         """Fields of config.json that only this kind has."""
         raise self._lacks("describe")
+
+    def stored_tensors(self, drafter: Any) -> dict[str, Tensor]:
+        """Its weights as its folder has them."""
+        return dict(drafter.body.state_dict())
+
+    def body_tensors(self, drafter: Any, stored: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The inverse of ``stored_tensors``, for a drafter whose weights are not yet read. KeyError for one that is
+        missing.
+        """
+        return stored
+
+    def finish_folder(self, drafter: Any, folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+        """``config``, in the speculators layout, as config.json is to have it; for a kind whose folder has another
+        layout. What is not of the speculators layout keeps ``config`` under ``spectrain.drafter``, without its own
+        ``spectrain``. The weights are in ``folder`` already, and more may be added there.
+        """
+        return config
+
+    weights_name: ClassVar[str] = "model.safetensors"  # of the file of its weights
+    # Whether its folder is served in the target's place, rather than beside it.
+    serves_as_target: ClassVar[bool] = False
+
+    def comes_with(self, shape: Any, folder: Path) -> bool:
+        """Whether the target in ``folder`` brings such a drafter along, which is measured beside what was tuned from
+        it.
+        """
+        return False
+
+    def untuned(self, drafter: Any, spec: TargetSpec, folder: Path) -> Drafter:
+        """What a target that ``comes_with`` it brings along, ready to draft in the place of ``drafter``."""
+        raise self._lacks("untuned")
 
     def metadata(self, drafter: Any) -> dict[str, Any]:
         """What our own loop or a later training has a use for and vLLM has not; written under ``spectrain``."""

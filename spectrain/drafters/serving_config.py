@@ -69,10 +69,21 @@ class ServingConfig:
         if not self.known_to_vllm:
             raise ConfigError(f"drafter {self.path}: vLLM has no {self.method} drafters, use engine=hf")
         told = {"method": self.method} if method is None else dict(method.speculative_config or {})
-        config: dict[str, Any] = {"model": self.path, **told}
+        config: dict[str, Any] = told if self.replaces_target else {"model": self.path, **told}
         if self.revision is not None:
             config["revision"] = self.revision
         return config | {"num_speculative_tokens": num_speculative_tokens or self.num_speculative_tokens}
+
+    @property
+    def replaces_target(self) -> bool:
+        """Whether the drafter's folder is the target's with a tuned head, and served in its place."""
+        method = known_method(self.method)
+        return method is not None and method.serves_as_target
+
+    def engine_args(self, num_speculative_tokens: int | None = None) -> dict[str, Any]:
+        """vLLM's engine arguments that this drafter asks for."""
+        model = {"model": self.path} if self.replaces_target else {}
+        return {**model, "speculative_config": self.speculative_config(num_speculative_tokens)}
 
     def belongs_to(self, target: TargetIdentity) -> bool | None:
         """Whether it was trained for ``target``, by the weights' revision, or by its name where its writer recorded no

@@ -119,6 +119,7 @@ def misreadings(drafter: Drafter, num_layers: int) -> list[Misreading]:
         *_rope_misreadings(drafter),
         *_block_misreadings(drafter),
         *_parallel_misreadings(drafter),
+        *_hidden_misreadings(drafter),
     ]
 
 
@@ -178,7 +179,8 @@ def _switch_misreadings(drafter: Drafter) -> Iterator[Misreading]:
 
 
 def _rope_misreadings(drafter: Drafter) -> Iterator[Misreading]:
-    layer = getattr(getattr(drafter, "shape", None), "layer", None)
+    shape = getattr(drafter, "shape", None)
+    layer = getattr(shape, "turned", None) or getattr(shape, "layer", None)  # of heads that turn in part, that part
     if layer is None or not hasattr(drafter, "rotary"):
         return
     parameters = layer.rope_parameters
@@ -218,6 +220,22 @@ def _parallel_misreadings(drafter: Drafter) -> Iterator[Misreading]:
     steps = partial(DraftSteps, body, rotary, drafter.head)
     yield Misreading(
         "mask slots: it drafts step by step, without parallel_drafting", changes=((drafter, "draft_steps", steps),)
+    )
+
+
+def _hidden_misreadings(drafter: Drafter) -> Iterator[Misreading]:
+    """Heads that a target brings along: on which side of a norm the hidden states are read."""
+    body: Any = getattr(drafter, "body", None)
+    if not hasattr(body, "feeds_normed"):
+        return
+    before, normed = drafter.reads_before_norm, body.feeds_normed
+    yield Misreading(
+        f"norm: the target's last hidden state is read {'behind' if before else 'before'} its final norm",
+        changes=((drafter, "reads_before_norm", not before),),
+    )
+    yield Misreading(
+        f"norm: the {'un' if normed else ''}normed output is fed back from step to step",
+        changes=((body, "feeds_normed", not normed),),
     )
 
 

@@ -31,6 +31,7 @@ _FIGURES = (
     *("simulated_acceptance_length", "output_tokens_per_s", "speedup", "speedup_interval"),
 )
 STAGE_PREFIX = "eval/"  # of the manifest's entries of measurements
+UNTUNED = "-untuned"  # behind a kind's name: what the target brings along, measured beside what was tuned from it
 
 
 @dataclass(frozen=True)
@@ -328,7 +329,8 @@ def read_records(folder: str | Path) -> list[EvaluationRecord]:
     return sorted(
         records,
         key=lambda r: (
-            *(r.suite, r.temperature, methods.get(r.method, 2), r.method, r.num_speculative_tokens),
+            *(r.suite, r.temperature, methods.get(r.method, 2), not r.method.endswith(UNTUNED), r.method),
+            r.num_speculative_tokens,
             *(r.concurrency, policies.get(r.draft_policy, len(policies))),
         ),
     )

@@ -16,7 +16,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from spectrain.decoding.proposers import Observation
+from spectrain.decoding.proposers import Observation, read_hidden
 from spectrain.decoding.sampling import GREEDY, SamplingParams
 from spectrain.drafters.drafter import Drafter
 from spectrain.target.model import TargetModel
@@ -49,9 +49,9 @@ class Text:
         taps_1SAH = self._output[1]
         return None if taps_1SAH is None or not ids else taps_1SAH[:, :, [self.tap_ids.index(tap) for tap in ids]]
 
-    def post_norm(self) -> Tensor:
+    def last_hidden(self, drafter: Drafter) -> Tensor:
         """The target's last hidden states [1, S, H], after its final norm."""
-        return self.target.post_norm(self._output[0])
+        return read_hidden(drafter, self.target, self._output[0])
 
     def target_logits(self, position: int) -> Tensor:
         """The target's logits [V] of the token after ``position``."""
@@ -68,7 +68,7 @@ class Follower:
     def __init__(self, drafter: Drafter, text: Text, taps_1SAH: Tensor | None, n: int) -> None:
         self._drafter = drafter
         self._taps_1SAH = taps_1SAH
-        self._last_hidden_1SH = text.post_norm() if drafter.reads_last_hidden else None
+        self._last_hidden_1SH = text.last_hidden(drafter) if drafter.reads_last_hidden else None
         self._n = n
         self._ids_1S = torch.tensor([text.ids], device=text.target.device)
         self._cache = drafter.new_cache(1)

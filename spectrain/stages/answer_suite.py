@@ -25,6 +25,7 @@ from spectrain.decoding.loop import GenerationResult, LoopTiming, Prompt
 from spectrain.decoding.scheduler import FIXED, THRESHOLD
 from spectrain.drafters.drafter import Drafter
 from spectrain.drafters.drafter_folder import load_drafter
+from spectrain.drafters.registry import find_method
 from spectrain.drafters.serving_config import drafter_digest
 from spectrain.errors import InputError
 from spectrain.evaluation.records import Conditions, EvaluationRecord, PromptResult
@@ -121,6 +122,12 @@ def load_measured_drafter(context: Context, device: torch.device) -> Drafter:
     drafter = load_drafter(context.measured_drafter, context.spec.default_taps(), length)
     drafter.attach(TargetHead.from_checkpoint(context.target.folder, device=device))
     return drafter.to(device)
+
+
+def load_untuned(context: Context, drafter: Drafter) -> Drafter | None:
+    """What the target brings along of this kind, to be measured beside what was tuned from it."""
+    method, folder = find_method(drafter.method), context.target.folder
+    return method.untuned(drafter, context.spec, folder) if method.comes_with(drafter.shape, folder) else None
 
 
 def simulate_same_prompts(

@@ -47,6 +47,12 @@ def check_kind(config: SpectrainConfig, command: Command, given: Set[str] = froz
         raise ConfigError(f"drafter.method={method.name}: this version serves such drafters, it does not train them")
     _refuse_sections_of_others(method, given)
     method.check(config.drafter)
+    if config.drafter.init == "last_layer" and not method.is_tuned:
+        raise ConfigError("drafter.init=last_layer is of heads that targets bring along (drafter=mtp): use target")
+    if config.export.stitch and not method.serves_as_target:
+        raise ConfigError(
+            f"export.stitch=true: a folder of {method.label} drafters links no files of the target, leave it out"
+        )
     if command.measures and config.engine.name != "hf" and method.speculative_config is None:
         raise ConfigError(
             f"engine={config.engine.name}: vLLM has no {method.name} drafters, measure this one with engine=hf"
@@ -185,6 +191,7 @@ def note_other_target(context: Context, folder: Path) -> None:
 def check_drafter_fits(folder: Path, spec: TargetSpec) -> None:
     """A drafter's folder is whole, and was made for a target of these dimensions."""
     from spectrain.drafters.drafter_folder import load_drafter, read_shape
+    from spectrain.drafters.overlay import check_links, is_overlay
     from spectrain.drafters.serving_config import read_serving_config
 
     usual_taps = spec.default_taps()
@@ -200,6 +207,8 @@ def check_drafter_fits(folder: Path, spec: TargetSpec) -> None:
         raise InputError(
             f"drafter {folder} was trained for another target: it reads tap {deepest} of {spec.num_layers} layers"
         )
+    if is_overlay(folder):
+        check_links(folder)
     load_drafter(folder, usual_taps)  # raises for weights that are broken, or of another shape
     read_serving_config(str(folder))  # and for what a server would miss
 
@@ -209,6 +218,7 @@ def check_measured(context: Context) -> None:
     from spectrain.drafters.drafter_folder import read_method
 
     config, folder = context.config, context.measured_drafter
+    _restore_links(folder, context.source.folder)
     check_drafter_fits(folder, context.spec)
     refuse_other_method(folder, read_method(folder), config.drafter.method, context.given)
     _check_settled(config.drafter, folder, context.spec, context.given)
@@ -216,6 +226,13 @@ def check_measured(context: Context) -> None:
     if config.draft_policies != ("fixed",):
         check_confidence(folder)
     note_other_target(context, folder)
+
+
+def _restore_links(folder: Path, target: Path | None) -> None:
+    from spectrain.drafters.overlay import is_overlay, restore_links
+
+    if target is not None and is_overlay(folder):
+        restore_links(folder, target)
 
 
 def check_continued(context: Context, folder: Path) -> None:

@@ -39,6 +39,7 @@ from spectrain.drafters.drafter import Drafter
 from spectrain.errors import InputError, RunError
 from spectrain.evaluation.records import (
     STAGE_PREFIX,
+    UNTUNED,
     EvaluationRecord,
     PromptResult,
     build_record,
@@ -57,6 +58,7 @@ from spectrain.stages.answer_suite import (
     answer_limit,
     conditions,
     load_measured_drafter,
+    load_untuned,
     measured_inputs,
     simulate_same_prompts,
     suite_prompts,
@@ -247,6 +249,10 @@ def _methods(context: Context, drafter: Drafter, size: int) -> list[_LoopMethod]
     if "ngram" in config.suite.baselines:
         ngram = NGramProposer(config.decoding.ngram_max, config.decoding.ngram_min)
         methods.append(_LoopMethod("ngram", proposer=ngram))
+    untuned = load_untuned(context, drafter)
+    if untuned is not None:
+        speed_up(untuned)
+        methods.append(_LoopMethod(drafter.method + UNTUNED, proposer=untuned))
     policies, cost = config.draft_policies, None
     if SCHEDULER in policies:
         cost = measure_step_cost(

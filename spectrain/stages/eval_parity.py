@@ -104,12 +104,10 @@ def _theirs(context: Context) -> list[DecodedPrompt]:
         Request(str(number), ids, answer_limit(context, conversation, ids), stop_ids=context.eos_ids)
         for number, (conversation, ids) in enumerate(prompts)
     ]
-    speculation = read_serving_config(str(context.measured_drafter)).speculative_config(
-        config.decoding.num_speculative_tokens
-    )
+    args = read_serving_config(str(context.measured_drafter)).engine_args(config.decoding.num_speculative_tokens)
     total = sum(request.max_tokens for request in requests)
     with (
-        context.open_vllm(_RECORD, {"speculative_config": speculation}, record_rounds=True) as client,
+        context.open_vllm(_RECORD, args, record_rounds=True) as client,
         ProgressBar("parity vLLM", total=total, unit="tokens") as bar,
     ):
         answers = completions_in_order(client, requests, lambda completion: bar.advance(len(completion.ids)))

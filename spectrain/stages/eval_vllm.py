@@ -20,11 +20,13 @@ from spectrain.console import say
 from spectrain.data.prompts import Conversation
 from spectrain.decoding.acceptance import AcceptanceStats
 from spectrain.decoding.loop import GenerationResult, LoopTiming, Prompt
+from spectrain.drafters.drafter_folder import read_shape
+from spectrain.drafters.registry import find_method
 from spectrain.drafters.serving_config import read_serving_config
 from spectrain.engines.vllm.args import vllm_version
 from spectrain.engines.vllm.requests import Request, VLLMClient, completions_in_order, placed_rounds
 from spectrain.errors import RunError
-from spectrain.evaluation.records import EvaluationRecord, PromptResult, build_record
+from spectrain.evaluation.records import UNTUNED, EvaluationRecord, PromptResult, build_record
 from spectrain.stages.answer_suite import (
     Measurement,
     Method,
@@ -124,12 +126,15 @@ def _methods(context: Context) -> list[_VLLMMethod]:
         "prompt_lookup_max": config.decoding.ngram_max,
         "prompt_lookup_min": config.decoding.ngram_min,
     }
-    drafted = drafter.speculative_config(n)
+    args = drafter.engine_args(n)
     if not decoding_sampling(config.decoding)[1].greedy:
-        drafted |= {"draft_sample_method": "probabilistic"}
+        args["speculative_config"] |= {"draft_sample_method": "probabilistic"}
     methods = [_VLLMMethod("none"), _VLLMMethod("ngram", args={"speculative_config": ngram})]
     asked = [method for method in methods if method.name in config.suite.baselines]
-    return [*asked, _VLLMMethod(drafter.method, is_drafter=True, args={"speculative_config": drafted})]
+    kind = find_method(drafter.method)
+    if kind.comes_with(read_shape(context.measured_drafter, context.spec.default_taps()), context.target.folder):
+        asked.append(_VLLMMethod(drafter.method + UNTUNED, args={"speculative_config": args["speculative_config"]}))
+    return [*asked, _VLLMMethod(drafter.method, is_drafter=True, args=args)]
 
 
 class _Decoder:

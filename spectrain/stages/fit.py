@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,10 @@ from spectrain.data.hidden_states import HiddenStateSource, TargetStates
 from spectrain.data.packing import PackedBatch, pack_batch, pack_rows, truncated_tokens
 from spectrain.data.vocab import DraftVocab, build_vocab
 from spectrain.drafters.drafter import Drafter
-from spectrain.drafters.drafter_digests import CONFIG, WEIGHTS, note_changes
+from spectrain.drafters.drafter_digests import CONFIG, note_changes, weight_files
 from spectrain.drafters.drafter_folder import read_shape, weights_digest
 from spectrain.drafters.hub_drafters import drafter_path
+from spectrain.drafters.overlay import is_overlay, stitch
 from spectrain.drafters.registry import Corpus, find_method
 from spectrain.errors import InputError
 from spectrain.stages import capture
@@ -50,7 +52,7 @@ def decide(context: Context) -> Decision:
 def _lacking(context: Context) -> str:
     """What is missing or damaged of a drafter that was trained."""
     folder = context.run_dir.drafter
-    if not all((folder / file).is_file() for file in (CONFIG, WEIGHTS)):
+    if not (folder / CONFIG).is_file() or not _has_weights(folder):
         return "outputs are missing"
     if not weights_digest(folder).startswith(context.run_dir.outputs("fit").get("weights", "")):
         return "the drafter's weights are damaged"
@@ -60,6 +62,13 @@ def _lacking(context: Context) -> str:
         return "the drafter's settings are damaged"
     note_changes(folder)
     return ""
+
+
+def _has_weights(folder: Path) -> bool:
+    try:
+        return bool(weight_files(folder))
+    except InputError:  # an index names what is not there
+        return False
 
 
 def _inputs(context: Context) -> dict[str, Any]:
@@ -85,6 +94,7 @@ def fit(context: Context) -> float | None:
     decision = ranks.from_first(lambda: _brought_up_to_date(context))
     if decision.skip:
         say(str(decision))
+        _stitch(context)
         return context.run_dir.outputs("fit").get("simulated_acceptance_length")
     if context.config.hidden_states.verify_checksums:
         ranks.from_first(lambda: capture.verify(context))  # before an older drafter is removed
@@ -93,7 +103,16 @@ def fit(context: Context) -> float | None:
         outputs |= _train(context, store, train, heldout)
     best, length = f"step {outputs['step']} of {outputs['steps']}", outputs["simulated_acceptance_length"]
     say(f"fit: {best} is the best, acceptance length {length:.3f} by simulation")
+    if outputs["step"] == 0 and find_method(context.config.drafter.method).is_tuned:
+        say("fit: note: training made it no better on held-out text, so the weights it began with are kept")
+    _stitch(context)
     return outputs["simulated_acceptance_length"]
+
+
+def _stitch(context: Context) -> None:
+    """``export.stitch``: copies in the place of links to the target's files."""
+    if context.config.export.stitch and context.ranks.is_first and is_overlay(context.run_dir.drafter):
+        stitch(context.run_dir.drafter)
 
 
 def _brought_up_to_date(context: Context) -> Decision:

@@ -252,7 +252,12 @@ def host_bytes(context: Context) -> float:
 def _training_cost(context: Context, matrices: Mapping[str, int], tokens: int, generated_tokens: int) -> TrainingCost:
     from spectrain.drafters.registry import CorpusSize, find_method
 
-    config, corpus = context.config, CorpusSize(tokens, generated_tokens)
+    config, corpus, experts = context.config, CorpusSize(tokens, generated_tokens), context.spec.experts
+    if experts is not None:  # of a drafter's, too, a token meets the active ones alone
+        matrices = {
+            name: size * experts.active // experts.count if ".experts." in name else size
+            for name, size in matrices.items()
+        }
     return find_method(config.drafter.method).training_cost(config.drafter, config.trainer, matrices, corpus)
 
 

@@ -28,6 +28,7 @@ from spectrain.config.target_schema import TargetConfig
 from spectrain.console import say, stdout
 from spectrain.drafters.drafter_digests import check_drafter_digests, weight_files
 from spectrain.drafters.drafter_folder import check_vocab
+from spectrain.drafters.overlay import check_links, is_overlay, restore_links
 from spectrain.drafters.registry import known_method, load_module
 from spectrain.drafters.serving_config import ServingConfig, drafter_digest, read_serving_config
 from spectrain.engines.vllm import args as vllm_options
@@ -179,6 +180,7 @@ def serve_command(config: SpectrainConfig, given: Sequence[str], flags: Sequence
     target, target_config = _target(config, drafter, keys)
     refuse_dash("target.path", target)
     _check_fit(drafter, target, target_config)
+    _check_links(drafter, target_config)
     identity = _identity(drafter, target, target_config)
     other = drafter.other_target(identity)
     if other is not None:
@@ -188,13 +190,11 @@ def serve_command(config: SpectrainConfig, given: Sequence[str], flags: Sequence
     served = length or config.engine.args.get("max_model_len")
     if isinstance(served, int):
         target_config = replace(target_config, max_length=served)
-    args = vllm_options.engine_args(
-        config.engine, target_config, target, {"speculative_config": drafter.speculative_config(number)}
-    )
+    args = vllm_options.engine_args(config.engine, target_config, target, drafter.engine_args(number))
     vllm_options.check_args(args)
     named = {*config.engine.args, *(() if length is None else ("max_model_len",))}
     ours = [*vllm_options.cli_flags(_kept(args, named)), *_template_flags(target_config)]
-    return ServeCommand([*_server(target), *ours, *flags], _environment(config))
+    return ServeCommand([*_server(args["model"]), *ours, *flags], _environment(config))
 
 
 def _template_flags(target: TargetConfig) -> list[str]:
@@ -300,6 +300,18 @@ def _check_fit(drafter: ServingConfig, target: str, config: TargetConfig) -> Non
             f"drafter {drafter.path} was trained for another target: it reads layer {drafter.last_tap}, {target} has "
             f"{spec.num_layers}"
         )
+
+
+def _check_links(drafter: ServingConfig, target: TargetConfig) -> None:
+    """A folder that is served in the target's place has the target's files."""
+    from spectrain.target.resolve import locate_target
+
+    folder = Path(drafter.path)
+    if is_overlay(folder):
+        source = locate_target(target, unreachable_ok=True).folder
+        if source is not None:
+            restore_links(folder, source)
+        check_links(folder)
 
 
 def _identity(drafter: ServingConfig, target: str, config: TargetConfig) -> TargetIdentity:

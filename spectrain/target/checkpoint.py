@@ -48,6 +48,10 @@ class CheckpointReader:
     def names(self) -> frozenset[str]:
         return frozenset(self._files)
 
+    def located(self) -> Iterator[tuple[str, Path]]:
+        """(name, file) of every tensor."""
+        yield from self._files.items()
+
     @property
     def paths(self) -> list[Path]:
         """The safetensors files, sorted."""

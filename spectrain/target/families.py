@@ -77,6 +77,7 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe": _PLAIN,
     "gpt_oss": _PLAIN,
     "deepseek_v3": _PLAIN,
+    "mimo": _PLAIN,
     "deepseek_v32": _PLAIN,
     "kimi_k2": _PLAIN,  # DeepSeek-V3's model
     "minimax_m3_vl_text": _ONE_PLUS,

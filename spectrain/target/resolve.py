@@ -104,6 +104,11 @@ def locate_target(config: TargetConfig, unreachable_ok: bool = False) -> TargetS
     ``unreachable_ok``: a target that only the Hub can have is no error while the Hub cannot be reached; its
     ``revision`` is then empty. Where its dimensions are known, the Hub is not even asked.
     """
+    if config.tiny is not None:
+        from spectrain.target.smoke_targets import tiny_folder
+
+        folder = tiny_folder(config.tiny)  # made in a second, and the same whoever makes it
+        return TargetSource("folder", folder.name, weights_fingerprint(folder), folder, f"tiny target {folder}")
     if not config.path:
         raise ConfigError("target.path is empty: choose a target (target=NAME), or give a folder or a Hub id")
     folder = Path(config.path).expanduser()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,8 @@ class TargetSpec:
     dtype: torch.dtype
     quantization: Quantization | None = None
     experts: Experts | None = None
+    # All fields of the language model's configuration, for what is built like its layers.
+    fields: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     attention_entries: int | None = None  # of all layers' attention matrices; None: four ordinary ones a layer
 
     @classmethod
@@ -109,6 +111,7 @@ class TargetSpec:
             dtype=_dtype(hf_config, text),
             quantization=quantization_of(hf_config, folder),
             experts=_experts(text),
+            fields=text.to_dict(),
             attention_entries=attention_entries(text, layer_types),
         )
 

@@ -38,6 +38,7 @@ import decoding
 import drafters
 import engines
 import evaluation
+import mtp
 import publishing
 import signals
 import stages
@@ -50,7 +51,7 @@ ROOT = HERE.parents[1]
 COPIED, LINKED = ("spectrain", "tests"), ("conf", "data_gen", "recipes", "eval", "docs", "README.md", "pyproject.toml")
 TIMEOUT_S = 600
 AREAS = (
-    *(autoregressive, block, drafters, decoding, data, engines, training, evaluation, stages, config, targets),
+    *(autoregressive, mtp, block, drafters, decoding, data, engines, training, evaluation, stages, config, targets),
     publishing,
     signals,
 )

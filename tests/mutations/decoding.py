@@ -107,8 +107,8 @@ MUTATIONS = (
     Mutation(
         "last hidden state shown before the final norm",
         "spectrain/decoding/proposers.py",
-        "normed = target.post_norm(output.last_hidden_BSH) if",
-        "normed = output.last_hidden_BSH if",
+        "hidden = read_hidden(proposer, target, output.last_hidden_BSH)",
+        "hidden = output.last_hidden_BSH",
         ("tests/equivalence/test_greedy_loop.py",),
     ),
     Mutation(

@@ -12,7 +12,7 @@ MUTATIONS = (
     Mutation(
         "last hidden state replayed before the final norm",
         "spectrain/evaluation/replay.py",
-        "return self.target.post_norm(self._output[0])",
+        "return read_hidden(drafter, self.target, self._output[0])",
         "return self._output[0]",
         (PARITY + "::test_a_drafter_that_reads_the_last_hidden_state_is_shown_it_in_replay",),
     ),

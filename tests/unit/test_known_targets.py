@@ -39,7 +39,7 @@ CARDS = {
     "kimi_k2_5": (1026, 32),
     "minimax_m3_mxfp8": (428, 23),
 }
-SHIPPED = sorted({*group_options("target")} - {"local"})
+SHIPPED = sorted(name for name in group_options("target") if name != "local" and not name.startswith("tiny_"))
 
 
 def shipped(name: str) -> tuple[TargetConfig, dict[str, Any]]:

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from spectrain.drafters.registry import known_method
-from spectrain.evaluation.records import EvaluationRecord, Interval
+from spectrain.evaluation.records import UNTUNED, EvaluationRecord, Interval
 
 MISSING = "–"
 _WITHOUT_DRAFTER = {"none": "no speculation", "ngram": "n-gram"}
@@ -37,8 +37,10 @@ def measured_label(method: str) -> str:
     """The name of a measured method as a person reads it; an unknown one is shown as it is."""
     if method in _WITHOUT_DRAFTER:
         return _WITHOUT_DRAFTER[method]
-    found = known_method(method)
-    return method if found is None else f"{found.label} drafter"
+    found = known_method(method.removesuffix(UNTUNED))
+    if found is None:
+        return method
+    return f"{found.label}, untuned" if method.endswith(UNTUNED) else f"{found.label} drafter"
 
 
 def distinct_names(records: Sequence[EvaluationRecord]) -> list[str]:
