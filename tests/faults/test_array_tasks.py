@@ -35,14 +35,14 @@ def undisturbed(arguments, tmp_path_factory):
 
 def test_two_at_once_of_which_one_is_killed(arguments, undisturbed, tmp_path):
     path = tmp_path / "run"
-    first = start(task("capture", arguments, path, 0), kill_at=14)
+    first = start(task("capture", arguments, path, 0), kill_at=28)
     second = start(task("capture", arguments, path, 1))
     assert (ended(first), ended(second)) == (-signal.SIGKILL, 0)
     kept = ResponseStore(path / "tasks/0-of-2/responses").keys()
     assert 0 < len(kept) < 11
     assert run(task("capture", arguments, path, 0)) == 0
     # Merging is killed, too, before and after it has taken over a shard.
-    for kill_at in (9, 20, 31, 42):
+    for kill_at in (20, 25, 40, 60):
         assert run(["fit", *arguments, f"run.dir={path}"], kill_at=kill_at) == -signal.SIGKILL
     assert run(["fit", *arguments, f"run.dir={path}"]) == 0
     assert_equal(path, undisturbed)

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from spectrain.copies import copy_of
 from spectrain.errors import InputError, RunError
 from spectrain.files import file_digest, replacing, write_atomically
 from spectrain.stages.run_dir import Inputs, RunDir
@@ -196,6 +197,8 @@ def test_a_manifest_that_was_changed_is_refused_and_one_whose_digest_was_taken_o
     manifest = json.loads(path.read_text())
     manifest["stages"]["capture"]["inputs"]["fixed"]["drafter.taps"] = [2, 15, 26]
     path.write_text(json.dumps(manifest))
+    assert decide(run_dir).action == "skip"  # by the copy beside it
+    copy_of(path).unlink()
     with pytest.raises(InputError, match=r"manifest\.json has changed since it was written"):
         decide(run_dir)
     del manifest["digest"]
