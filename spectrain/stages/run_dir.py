@@ -157,7 +157,11 @@ class RunDir:
 
         target: ``id`` and ``revision`` (what the manifest keeps), or ``id`` alone.
         """
-        if os.path.exists(self.path) and not self.path.is_dir():
+        try:
+            is_file = self.path.exists() and not self.path.is_dir()
+        except OSError as error:  # such as a name that no file can have
+            raise InputError(f"run.dir={self.path} cannot be read ({error.strerror}): use another run.dir") from error
+        if is_file:
             raise InputError(f"run.dir={self.path} is a file: name a folder")
         manifest = self.manifest()
         foreign = [name for stage in STAGES for name in stage.outputs if (self.path / name).exists()]

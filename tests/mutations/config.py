@@ -13,7 +13,7 @@ MUTATIONS = (
     Mutation(
         "values of engine.environment are shown",
         "spectrain/masking.py",
-        "    if path[:2] == _ENVIRONMENT:\n        return True\n",
+        "    if path[:2] in _ENVIRONMENTS:\n        return True\n",
         "",
         (MASKING,),
     ),

@@ -104,7 +104,7 @@ MUTATIONS = (
     ),
     Mutation(
         "two processes share the lock",
-        STAGES + "run_dir.py",
+        STAGES + "run_lock.py",
         "fcntl.LOCK_EX | fcntl.LOCK_NB",
         "fcntl.LOCK_SH | fcntl.LOCK_NB",
         (RUN_DIR,),

@@ -107,7 +107,11 @@ def test_a_shard_whose_documents_are_all_wanted_becomes_part_of_the_store(tmp_pa
     writer.close()
     session.remove()
     assert_stored(StoredHiddenStates(tmp_path), responses)
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["index.json", "shard-00000.safetensors"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        "index.copy.json",
+        "index.json",
+        "shard-00000.safetensors",
+    ]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])

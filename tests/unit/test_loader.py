@@ -195,5 +195,6 @@ def test_workers_know_nothing_of_the_target(tmp_path: Path) -> None:
     imported = set(done.stdout.split())
     ours = {name for name in imported if name.startswith("spectrain.")}
     assert "spectrain.data.loader" in ours
-    assert {name.split(".")[1] for name in ours} == {"data", "errors", "files", "masking"}
+    light = {"console", "copies", "data", "errors", "files", "masking", "processes", "signals"}
+    assert {name.split(".")[1] for name in ours} <= light
     assert not {"transformers", "accelerate"} & imported

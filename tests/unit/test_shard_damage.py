@@ -127,5 +127,7 @@ def test_a_changed_bit_of_the_index_is_found(store: Path) -> None:
     index = json.loads(path.read_text())
     index["meta"]["tap_ids"] = [0, 2]  # a bit away from [0, 3]
     path.write_text(json.dumps(index))
+    assert StoredHiddenStates(store).meta.tap_ids == (0, 3)  # of its copy
+    (store / "index.copy.json").write_text(json.dumps(index))
     with pytest.raises(InputError, match=r"index\.json has changed since it was written"):
         StoredHiddenStates(store)

@@ -7,7 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny import CONFIGS, VOCAB_SIZE, tiny_config, tiny_target
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from spectrain.errors import InputError
 from spectrain.target import head as head_module
@@ -34,7 +35,9 @@ class Reference:
 
 @torch.no_grad()
 def reference(folder, dtype=torch.float32):
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+    is_causal = type(AutoConfig.from_pretrained(folder)) in MODEL_FOR_CAUSAL_LM_MAPPING
+    auto_class = AutoModelForCausalLM if is_causal else AutoModelForImageTextToText
+    model = auto_class.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
     ids_BS = torch.randint(3, VOCAB_SIZE, (2, 9), generator=torch.Generator().manual_seed(1))
     seen = []
     handle = model.get_decoder().norm.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
@@ -65,7 +68,8 @@ def test_head_equals_the_model(family, tmp_path):
 
 
 def test_every_family_of_the_table_is_compared_with_its_model():
-    assert {tiny_config(family).get_text_config(decoder=True).model_type for family in CONFIGS} == set(FAMILIES)
+    compared = {tiny_config(family).get_text_config(decoder=True).model_type for family in CONFIGS}
+    assert compared == set(FAMILIES) - {"mimo"}  # which transformers does not have: its decoder is Qwen2's
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -20,9 +20,12 @@ def test_every_family_gives_the_language_models_dimensions(family):
     assert not spec.tie_word_embeddings
 
 
-def test_only_layers_with_a_recurrent_state_make_a_target_hybrid():
+def test_layers_that_keep_more_than_keys_and_values_make_a_target_hybrid():
     hybrids = {family for family in CONFIGS if TargetSpec.from_config(tiny_config(family)).hybrid}
-    assert hybrids == {"qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe_text"}
+    recurrent = {"qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"}
+    # Their layers keep more than keys and values (what an indexer chooses by), which is not cropped either.
+    indexed = {"deepseek_v32", "minimax_m3_vl", "minimax_m3_vl_text"}
+    assert hybrids == recurrent | indexed
 
 
 def test_wrappers_report_their_language_model():
