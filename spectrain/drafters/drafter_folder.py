@@ -75,7 +75,6 @@ def save_drafter(
         "torch_dtype": str(next(drafter.body.parameters()).dtype).removeprefix("torch."),
         "spectrain": {**method.metadata(drafter), **(metadata or {})},
     }
-    config = method.folder_config(drafter, config)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in method.stored_tensors(drafter).items()}
     if shape.owns_head:
         tensors["d2t"] = drafter.vocab.d2t()

@@ -259,8 +259,10 @@ class DrafterMethod:
         """
         return {}
 
-    def folder_config(self, drafter: Any, config: dict[str, Any]) -> dict[str, Any]:
-        """config.json as it is written, from that of the speculators layout."""
+    def finish_folder(self, drafter: Any, folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+        """``config``, in the speculators layout, as config.json is to have it; for a kind whose folder has another
+        layout. The weights are in ``folder`` already, and more may be added there.
+        """
         return config
 
     def standard_tensors(self, tensors: dict[str, Tensor], where: str) -> dict[str, Tensor]:

@@ -311,7 +311,7 @@ class Gemma4MTPMethod(AutoregressiveMethod):
     def metadata(self, drafter: Gemma4MTP) -> dict[str, Any]:
         return {"ttt_steps": drafter.training_steps}
 
-    def folder_config(self, drafter: Gemma4MTP, config: dict[str, Any]) -> dict[str, Any]:
+    def finish_folder(self, drafter: Gemma4MTP, folder: Path, config: dict[str, Any]) -> dict[str, Any]:
         """That of transformers, which knows no verifier: what a server has to be told is under ``spectrain``."""
         speculation = config["speculators_config"]
         own = {
