@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from decoders import float64_target
 from tiny import VOCAB_SIZE, tiny_target
 
 from spectrain.config.drafter_schema import AutoregressiveConfig, DrafterConfig, Gemma4MTPConfig
@@ -38,7 +39,11 @@ class Gemma4:
     head: TargetHead
 
     @classmethod
-    def make(cls, sort: str, folder: Path, **overrides: Any) -> Gemma4:
+    def make(cls, sort: str, folder: Path, double: bool = False, **overrides: Any) -> Gemma4:
+        """``double``: in float64, so that no two ways through it disagree about an argmax."""
+        if double:
+            target = float64_target("gemma4_text", folder, **{**SORTS[sort], **overrides})
+            return cls(folder, target, TargetHead.from_checkpoint(folder, dtype=torch.float64))
         config = TargetConfig(path=str(tiny_target("gemma4_text", folder, **{**SORTS[sort], **overrides})))
         target = TargetModel.load(resolve_target(config), config)
         return cls(folder, target, TargetHead.from_checkpoint(folder))
@@ -59,7 +64,7 @@ class Gemma4:
             loss_mask=torch.tensor([0] * len(prompt) + [1] * len(answer), dtype=torch.uint8),
             taps=hidden[:, None][:, :0],
             last_hidden=hidden,
-            log_normalizer=output.logits[0].float().logsumexp(-1),
+            log_normalizer=output.logits[0].logsumexp(-1),
             key=key,
             split=split,
             target_kv={
@@ -68,11 +73,10 @@ class Gemma4:
             },
         )
 
-    def assistant(self, centroids: int = 0, layers: int = 3, steps: int = 3, seed: int = 0) -> Gemma4MTP:
-        """A random one, wide enough apart that every part matters."""
+    def assistant(self, centroids: int = 0, steps: int = 3, **options: Any) -> Gemma4MTP:
+        """A random one, wide enough apart that every part matters. ``options``: of its configuration."""
         config = DrafterConfig(
-            method="gemma4_mtp",
-            num_layers=layers,
+            **{"method": "gemma4_mtp", "num_layers": 3, **options},
             autoregressive=AutoregressiveConfig(ttt_steps=steps),
             gemma4_mtp=Gemma4MTPConfig(
                 hidden_size=24,
@@ -80,8 +84,9 @@ class Gemma4:
                 centroid_top_k=5 if centroids else 32,
             ),
         )
-        drafter = METHOD.build(METHOD.shape(config, self.target.spec), full_vocab(VOCAB_SIZE), config)
-        generator = torch.Generator().manual_seed(seed)
+        vocab = self.target.spec.vocab_size
+        drafter = METHOD.build(METHOD.shape(config, self.target.spec), full_vocab(vocab), config)
+        generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for _, parameter in sorted(drafter.named_parameters()):
                 noise = torch.randn(parameter.shape, generator=generator)
@@ -89,8 +94,8 @@ class Gemma4:
             for layer in drafter.body.model.layers:
                 layer.layer_scalar.fill_(0.7)
             if centroids:
-                drafter.body.masked_embedding.token_ordering.copy_(torch.randperm(VOCAB_SIZE, generator=generator))
-        return drafter.attach(self.head)
+                drafter.body.masked_embedding.token_ordering.copy_(torch.randperm(vocab, generator=generator))
+        return drafter.to(self.head.embed_weight.dtype).attach(self.head)
 
 
 def random_ids(count: int, seed: int) -> list[int]:

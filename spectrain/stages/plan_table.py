@@ -113,7 +113,9 @@ def _kv_lines(context: Context, numbers: Estimate) -> list[tuple[str, str]]:
         return []
     share = values / (values + (len(context.taps) + 1) * context.spec.hidden_size)
     layers = list(context.kv_layers)
-    return [("", f"of these {bytes_text(numbers.states_bytes * share)} keys and values of the target's layers {layers}")]
+    return [
+        ("", f"of these {bytes_text(numbers.states_bytes * share)} keys and values of the target's layers {layers}")
+    ]
 
 
 def _decisions(context: Context) -> list[Decision]:
