@@ -114,14 +114,14 @@ def test_losses_are_those_of_a_double_loop(centroids: int, tmp_path: Path) -> No
                 if t + 2 + k >= len(ids) or not (mask[t + 1] and mask[t + 2 + k]):
                     continue
                 hidden_h = stepped(gemma, drafter, document, t, k, feature)
-                log_p_V = (drafter.body.matrix_VH @ hidden_h).double().log_softmax(-1)
+                log_p_V = (drafter.body.matrix_VH.detach() @ hidden_h).double().log_softmax(-1)
                 q_V = gemma.target.logits(document.last_hidden[t + 1 + k]).double().softmax(-1)
                 ce, tv = -log_p_V[ids[t + 2 + k]], 0.5 * (log_p_V.exp() - q_V).abs().sum()
                 loss, weight = loss + 0.8**k * float(0.3 * ce + 0.7 * tv), weight + 0.8**k
                 if centroids:
                     head = drafter.body.masked_embedding
                     mass_C = torch.stack([q_V[tokens].sum() for tokens in head.token_ordering.view(centroids, -1)])
-                    log_c_C = (head.centroids.weight @ hidden_h).double().log_softmax(-1)
+                    log_c_C = (head.centroids.weight.detach() @ hidden_h).double().log_softmax(-1)
                     centroid_loss -= 0.8**k * float(mass_C @ log_c_C)
     assert float(sums.weight) == pytest.approx(weight, rel=1e-6)
     assert float(sums.loss) == pytest.approx(loss + centroid_loss, rel=1e-4)

@@ -88,8 +88,9 @@ def test_plan_says_what_keys_and_values_take(tmp_path: Path, capsys: pytest.Capt
     [
         (["engine=vllm"], "engine=vllm: gemma4_mtp drafters learn from the target's own keys and values"),
         (["engine=vllm"], "use engine=hf"),
-        (["drafter.taps=[1,2]"], "drafter.taps: a gemma4_mtp drafter has none"),
+        (["drafter.taps=[1,2]"], "drafter.taps: a gemma4_mtp drafter has none of its own"),
         (["drafter.draft_vocab_size=100"], "drafter.draft_vocab_size: a gemma4_mtp drafter has none"),
+        (["drafter.head_dim=32"], "drafter.head_dim: a gemma4_mtp drafter has none"),
         (["drafter.eagle3.fc_norm=true"], "drafter.method=gemma4_mtp does not read drafter.eagle3"),
         (["drafter.gemma4_mtp.centroid_top_k=4"], "drafter.gemma4_mtp.centroid_top_k has no effect"),
         (["drafter.gemma4_mtp.num_centroids=7"], "num_centroids=7 does not divide the vocabulary of 304"),
@@ -152,7 +153,7 @@ def test_a_matrix_that_is_stored_under_both_names(finished: Path, tmp_path: Path
     save_file({**tensors, "lm_head.weight": matrix.clone()}, old / "model.safetensors")
     assert torch.equal(load_drafter(old).lm_head_DH, matrix)
     save_file({**tensors, "lm_head.weight": matrix + 1}, old / "model.safetensors")
-    with pytest.raises(InputError, match="lm_head.weight and model.embed_tokens.weight differ"):
+    with pytest.raises(InputError, match=r"lm_head\.weight and model\.embed_tokens\.weight differ"):
         load_drafter(old)
 
 

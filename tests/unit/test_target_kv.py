@@ -76,7 +76,7 @@ def responses(texts: list[list[int]]) -> list[Response]:
                 input_ids=np.array(text, dtype=np.int32),
                 loss_mask=mask,
                 finish_reason="length",
-                sampling=Sampling(temperature=0.0, max_new_tokens=8, seed=0),
+                sampling=Sampling(temperature=0.0, top_p=1.0, top_k=0, max_new_tokens=8, seed=0),
                 domain=None,
             )
         )

@@ -185,10 +185,11 @@ class Gemma4MTP(AutoregressiveDrafter):
         """Of the centroids, Σ weight · CE(the target's mass of each cluster, softmax of the centroids' scores). They
         learn which clusters the target's next token lies in; the layers below learn from the scored tokens alone.
         """
-        weight = self.config.gemma4_mtp.centroid_weight
-        if not self.shape.num_centroids or weight == 0 or not len(students.teacher_U):
+        if not self.shape.num_centroids:
             return None
-        head = self.body.masked_embedding
+        weight, head = self.config.gemma4_mtp.centroid_weight, self.body.masked_embedding
+        if weight == 0:  # data-parallel ranks wait for a gradient of every parameter
+            return head.centroids.weight.sum() * 0.0
         total = students.hidden_KUH.new_zeros((), dtype=torch.float32)
         rows = rows_in_chunk(self.body.matrix_VH)
         for start in range(0, len(students.teacher_U), rows):
@@ -247,9 +248,9 @@ class Gemma4MTPMethod(AutoregressiveMethod):
         return tuple(sorted(spec.kv_sources().values()))
 
     def check(self, config: DrafterConfig) -> None:
-        for name, value in (("taps", config.taps), ("draft_vocab_size", config.draft_vocab_size)):
-            if value is not None:
-                raise ConfigError(f"drafter.{name}: a gemma4_mtp drafter has none, set drafter.{name}=null")
+        for name in ("taps", "draft_vocab_size", "layer_type", "num_key_value_heads", "head_dim"):
+            if getattr(config, name) is not None:
+                raise ConfigError(f"drafter.{name}: a gemma4_mtp drafter has none of its own, set drafter.{name}=null")
 
     def shape(self, config: DrafterConfig, spec: TargetSpec) -> Gemma4MTPShape:
         if spec.model_type != "gemma4_text":
