@@ -36,12 +36,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from spectrain.copies import read_either, write_twice
+from spectrain.data.state_types import STATE_DTYPES, dequantize
 from spectrain.errors import InputError
 from spectrain.files import check_digest, with_digest
 
 SCHEMA_VERSION = 2
 INDEX_NAME = "index.json"
-STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 _CHUNK_BYTES = 1 << 24
 _FOLDER_ADVICE = "remove the folder and capture again"
 _SHARD_ADVICE = "run `spectrain capture`, which captures its documents again"
@@ -218,28 +218,6 @@ def kv_names(layer: int) -> tuple[str, str]:
 
 def bytes_per_token(meta: StoreMeta) -> int:
     return sum(dtype.itemsize * int(np.prod(shape)) for dtype, shape in token_layout(meta).values())
-
-
-def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """``[..., H]`` -> int8 ``[..., H]`` and one float32 scale per row ``[...]``.
-
-    The error is at most half a scale, which is 1/254 of the row's largest absolute value.
-    """
-    scale = x.float().abs().amax(dim=-1) / 127
-    steps = x.float() / scale.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(-1)
-    return steps.round_().clamp_(-127, 127).to(torch.int8), scale
-
-
-def dequantize(q: Tensor, scale: Tensor) -> Tensor:
-    """The float32 values that ``quantize`` rounded."""
-    return q.float() * scale.unsqueeze(-1)
-
-
-def as_stored(x: Tensor, dtype: str) -> Tensor:
-    """``x`` as a reader of a store of this dtype will see it. What is derived from a hidden state and stored beside it
-    is derived from this.
-    """
-    return dequantize(*quantize(x)) if dtype == "int8" else x.to(STATE_DTYPES[dtype])
 
 
 class StoredDocument(NamedTuple):

@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from spectrain.data.hidden_states import StoreMeta, TargetStates, bytes_per_token, kv_names, quantize, token_layout
+from spectrain.data.hidden_states import StoreMeta, TargetStates, bytes_per_token, kv_names, token_layout
+from spectrain.data.state_types import quantize
 from spectrain.files import file_digest, replacing
 
 

@@ -31,8 +31,9 @@ from torch import Tensor
 from spectrain.config.schema import EngineConfig
 from spectrain.config.target_schema import TargetConfig
 from spectrain.console import say
-from spectrain.data.hidden_states import TargetStates, as_stored
+from spectrain.data.hidden_states import TargetStates
 from spectrain.data.hidden_states_writer import is_finite
+from spectrain.data.state_types import as_stored
 from spectrain.errors import InputError, NotFiniteError, RunError
 from spectrain.target.head import TargetHead
 from spectrain.target.model import TargetModel, choose_device, choose_dtype

@@ -36,10 +36,11 @@ from transformers.masking_utils import create_masks_for_generate
 from spectrain import signals
 from spectrain.config.schema import EngineConfig
 from spectrain.data.chat import ChatTemplate
-from spectrain.data.hidden_states import TargetStates, as_stored
+from spectrain.data.hidden_states import TargetStates
 from spectrain.data.loss_mask import predicts_generated
 from spectrain.data.prompts import Conversation
 from spectrain.data.responses import Response, Sampling, response_key
+from spectrain.data.state_types import as_stored
 from spectrain.decoding.sampling import SamplingParams, sample, truncated_log_probs
 from spectrain.engines.check_states import check_states
 from spectrain.engines.conversations import Dialogue, Turns

@@ -18,7 +18,7 @@ from spectrain.drafters.autoregressive.gemma4_mtp import Gemma4MTP
 from spectrain.drafters.drafter_folder import load_drafter
 from spectrain.errors import InputError
 from spectrain.evaluation.records import read_records
-from spectrain.target.tiny_targets import tiny_folder
+from spectrain.target.smoke_targets import tiny_folder
 
 FEWER = [
     *("recipe=gemma4_mtp_smoke", "data.max_train=12", "data.max_heldout=3", "sampling.max_new_tokens=12"),
@@ -93,7 +93,10 @@ def test_plan_says_what_keys_and_values_take(tmp_path: Path, capsys: pytest.Capt
         (["drafter.head_dim=32"], "drafter.head_dim: a gemma4_mtp drafter has none"),
         (["drafter.eagle3.fc_norm=true"], "drafter.method=gemma4_mtp does not read drafter.eagle3"),
         (["drafter.gemma4_mtp.centroid_top_k=4"], "drafter.gemma4_mtp.centroid_top_k has no effect"),
-        (["drafter.gemma4_mtp.num_centroids=7"], "num_centroids=7 does not divide the vocabulary of 304"),
+        (
+            ["drafter.gemma4_mtp.num_centroids=7", "drafter.gemma4_mtp.centroid_top_k=2"],
+            "num_centroids=7 does not divide the vocabulary of 304",
+        ),
     ],
 )
 def test_what_is_refused_before_work_starts(
