@@ -39,12 +39,14 @@ class Gemma4:
     head: TargetHead
 
     @classmethod
-    def make(cls, sort: str, folder: Path, double: bool = False, **overrides: Any) -> Gemma4:
+    def make(
+        cls, sort: str, folder: Path, double: bool = False, family: str = "gemma4_text", **overrides: Any
+    ) -> Gemma4:
         """``double``: in float64, so that no two ways through it disagree about an argmax."""
         if double:
-            target = float64_target("gemma4_text", folder, **{**SORTS[sort], **overrides})
+            target = float64_target(family, folder, **{**SORTS[sort], **overrides})
             return cls(folder, target, TargetHead.from_checkpoint(folder, dtype=torch.float64))
-        config = TargetConfig(path=str(tiny_target("gemma4_text", folder, **{**SORTS[sort], **overrides})))
+        config = TargetConfig(path=str(tiny_target(family, folder, **{**SORTS[sort], **overrides})))
         target = TargetModel.load(resolve_target(config), config)
         return cls(folder, target, TargetHead.from_checkpoint(folder))
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -154,6 +155,51 @@ def stepped(gemma: Gemma4, drafter: Gemma4MTP, document: TargetStates, t: int, k
             ).last_hidden_state
             feature = body.post_projection(normed)
     return normed[0, 0]
+
+
+def small_documents(gemma: Gemma4) -> list[TargetStates]:
+    sizes = [(3, 6), (2, 9), (4, 5), (2, 4), (3, 8), (2, 5)]
+    return [
+        gemma.states(random_ids(a, i), random_ids(b, i + 50), key=f"{i:03d}", split="heldout" if i == 5 else "train")
+        for i, (a, b) in enumerate(sizes)
+    ]
+
+
+def test_a_batch_is_the_sum_of_its_documents(tmp_path: Path) -> None:
+    """Losses, counts and gradients, however documents are packed: so ranks and accumulation steps add up."""
+    gemma = Gemma4.make("e_series", tmp_path, double=True, sliding_window=5)
+    drafter, documents = gemma.assistant(16), small_documents(gemma)
+    found = []
+    for batches in ([documents], [[one] for one in documents], [documents[4:], documents[:4][::-1]]):
+        drafter.zero_grad()
+        sums = [drafter.train_losses(pack_batch(batch)) for batch in batches]
+        total = torch.stack([one.loss for one in sums]).sum()
+        total.backward()
+        weight = sum(float(one.weight) for one in sums)
+        found.append(
+            (float(total.detach()), weight, [p.grad.clone() for p in drafter.parameters() if p.grad is not None])
+        )
+    for loss, weight, gradients in found[1:]:
+        assert (loss, weight) == pytest.approx(found[0][:2], rel=1e-6)
+        for ours, wanted in zip(gradients, found[0][2], strict=True):
+            torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_resumed_training_is_an_uninterrupted_one(tmp_path: Path) -> None:
+    gemma = Gemma4.make("dense", tmp_path / "target")
+    store, settings = (
+        MemoryStore(small_documents(gemma)),
+        trainer_config(packed_length=30, max_steps=6, epochs=6, checkpoint_every_steps=3, eval_every_steps=3),
+    )
+    fit(tmp_path / "whole", gemma.assistant(16), store, settings)  # type: ignore[arg-type]
+    first = next(path for path in (tmp_path / "whole" / "checkpoints").iterdir() if path.name.endswith("3"))
+    shutil.copytree(first, tmp_path / "resumed" / "checkpoints" / first.name)
+    fit(tmp_path / "resumed", gemma.assistant(16), store, settings)  # type: ignore[arg-type]
+    last = sorted(path.name for path in (tmp_path / "whole" / "checkpoints").iterdir())[-1]
+    for file in sorted((tmp_path / "whole" / "checkpoints" / last).rglob("*.safetensors")):
+        assert file.read_bytes() == (tmp_path / "resumed" / file.relative_to(tmp_path / "whole")).read_bytes(), (
+            file.name
+        )
 
 
 @pytest.mark.slow

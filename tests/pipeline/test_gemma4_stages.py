@@ -16,7 +16,8 @@ from spectrain import cli
 from spectrain.data.hidden_states import StoredHiddenStates
 from spectrain.drafters.autoregressive.gemma4_mtp import Gemma4MTP
 from spectrain.drafters.drafter_folder import load_drafter
-from spectrain.errors import InputError
+from spectrain.drafters.serving_config import read_serving_config
+from spectrain.errors import ConfigError, InputError
 from spectrain.evaluation.records import read_records
 from spectrain.target.smoke_targets import tiny_folder
 
@@ -61,6 +62,12 @@ def test_serve_tells_vllm_the_folder_and_the_number(finished: Path, capsys: pyte
     assert cli.main(["serve", f"run.dir={finished}", "decoding.num_speculative_tokens=2", "--print"]) == 0
     told = capsys.readouterr().out.split("--speculative-config ")[1].split("'")[1]
     assert json.loads(told) == {"model": str((finished / "drafter").resolve()), "num_speculative_tokens": 2}
+
+
+def test_a_path_that_vllm_takes_for_another_kind_is_refused(finished: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(finished / "drafter", tmp_path / "no-dflash")
+    with pytest.raises(ConfigError, match="vLLM takes a folder with 'dflash' in its path for another kind"):
+        read_serving_config(str(other)).speculative_config()
 
 
 def test_nothing_is_done_twice_and_a_folder_is_trained_further(

@@ -95,6 +95,15 @@ def test_capture_of_packed_documents_gives_each_its_own(gemma: Gemma4) -> None:
                 assert_near(ours, own)
 
 
+def test_a_wrapper_of_images_hands_out_its_language_models(tmp_path: Path) -> None:
+    gemma = Gemma4.make("e_series", tmp_path, family="gemma4")
+    texts, layers = [random_ids(12, 1), random_ids(9, 2)], gemma.target.spec.kv_sources().values()
+    for one in capture_states(gemma.target, gemma.head, responses(texts), (), tuple(layers), 64, "float32"):
+        for layer, pair in gemma.states(texts[int(one.key)], []).target_kv.items():
+            assert_near(one.target_kv[layer][0], pair[0])
+            assert_near(one.target_kv[layer][1], pair[1])
+
+
 @pytest.mark.parametrize("part", [0, 1], ids=["keys", "values"])
 def test_wrong_ones_are_not_stored(gemma: Gemma4, part: int) -> None:
     one = gemma.states(random_ids(4, 1), random_ids(8, 2))
