@@ -217,7 +217,7 @@ class DrafterMethod:
     def finish_folder(self, drafter: Any, folder: Path, config: dict[str, Any]) -> dict[str, Any]:
         """``config``, in the speculators layout, as config.json is to have it; for a kind whose folder has another
         layout. What is not of the speculators layout keeps ``config`` under ``spectrain.drafter``, without its own
-        ``spectrain``. The weights are in ``folder`` already, and more may be added there.
+        ``spectrain``, unless ``read_foreign`` reads it. The weights are in ``folder`` already, and more may be added there.
         """
         return config
 
@@ -258,12 +258,6 @@ class DrafterMethod:
         drafter that is trained further keeps them.
         """
         return {}
-
-    def finish_folder(self, drafter: Any, folder: Path, config: dict[str, Any]) -> dict[str, Any]:
-        """``config``, in the speculators layout, as config.json is to have it; for a kind whose folder has another
-        layout. The weights are in ``folder`` already, and more may be added there.
-        """
-        return config
 
     def standard_tensors(self, tensors: dict[str, Tensor], where: str) -> dict[str, Tensor]:
         """The tensors of a folder under the names of the body's parameters. Raises InputError, naming ``where``."""
