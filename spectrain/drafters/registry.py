@@ -54,8 +54,7 @@ class Corpus:
 class TrainingCost:
     """What training does, for ``plan``. ``outputs``: hidden states that meet the head, of all documents once;
     ``batch_outputs``: of one micro-batch; ``token_entries``, ``output_entries``: matrix entries that each token of the
-    text, and each output, is multiplied with; ``head_entries``: of the drafter's own output matrix, where it has not
-    as many as rows of the target's.
+    text, and each output, is multiplied with; ``head_entries``: of an output matrix that is not rows of the target's.
     """
 
     outputs: float
@@ -217,7 +216,7 @@ class DrafterMethod:
     def finish_folder(self, drafter: Any, folder: Path, config: dict[str, Any]) -> dict[str, Any]:
         """``config``, in the speculators layout, as config.json is to have it; for a kind whose folder has another
         layout. What is not of the speculators layout keeps ``config`` under ``spectrain.drafter``, without its own
-        ``spectrain``, unless ``read_foreign`` reads it. The weights are in ``folder`` already, and more may be added there.
+        ``spectrain``, or is read by ``read_foreign``. The weights are in ``folder`` already; more may be added.
         """
         return config
 

@@ -238,12 +238,10 @@ def host_bytes(context: Context) -> float:
     """Of one rank's process on an accelerator: the target's two matrices before they are moved, batches made ahead, a
     copy of the state for a checkpoint, and the runtime.
     """
-    from spectrain.stages.training_memory import state_values
-
     size, (training, _) = drafter_size(context), training_passes(context)
     trainer = context.config.trainer
     workers = 2 if trainer.loader_workers is None else trainer.loader_workers
-    batch = training.tokens * state_values(size) * training.state_bytes
+    batch = training.tokens * size.state_values * training.state_bytes
     # Each made ahead, one being made and one pinned.
     return (
         4.0 * size.head_entries + batch * (workers * (trainer.prefetch_batches + 1) + 1) + 12.0 * size.parameters + 3e9

@@ -47,6 +47,11 @@ class DrafterSize:
     kv_values: int = 0  # of a token: keys and values of the target
     target_hidden: int | None = None  # where the drafter has another
 
+    @property
+    def state_values(self) -> int:
+        """Numbers that a token of a batch has: taps, last hidden state, keys and values."""
+        return (self.num_taps + 1) * (self.target_hidden or self.layer.hidden_size) + self.kv_values
+
 
 @dataclass(frozen=True)
 class Pass:
@@ -235,12 +240,7 @@ def simulation_bytes(size: DrafterSize, work: Pass) -> float:
 
 def _batch_bytes(size: DrafterSize, work: Pass) -> float:
     """What a micro-batch has of the target, as it is stored."""
-    return work.tokens * state_values(size) * work.state_bytes
-
-
-def state_values(size: DrafterSize) -> int:
-    """Numbers that a token of a batch has: taps, last hidden state, keys and values."""
-    return (size.num_taps + 1) * (size.target_hidden or size.layer.hidden_size) + size.kv_values
+    return work.tokens * size.state_values * work.state_bytes
 
 
 def _q(layer: LayerShape) -> int:
