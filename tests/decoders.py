@@ -71,6 +71,7 @@ class PrefixProposer:
     ) -> None:
         self.draft = draft
         self.taps = taps
+        self.kv_layers: tuple[int, ...] = ()
         self.reads_last_hidden = reads_last_hidden
         self.seen: list[Seen] = []  # every cache row ever made
 
@@ -106,6 +107,7 @@ class BigramProposer:
 
     taps: tuple[int, ...] = ()
     reads_last_hidden = False
+    kv_layers: tuple[int, ...] = ()
 
     def __init__(self, logits_VV: Tensor) -> None:
         self.logits_VV = logits_VV

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,10 +38,10 @@ def periodic_text(motif: int, phase: int, length: int) -> list[int]:
     return [tokens[(phase + i) % len(tokens)] for i in range(length)]
 
 
-def periodic_target(folder: Path, steps: int = 120, family: str = "llama") -> TargetModel:
+def periodic_target(folder: Path, steps: int = 120, family: str = "llama", **overrides: Any) -> TargetModel:
     """A target of 4 layers, trained for some seconds until it continues every motif; saved in ``folder``."""
     torch.manual_seed(0)
-    config = tiny_config(family, vocab_size=PERIODIC_VOCAB, max_position_embeddings=128)
+    config = tiny_config(family, **{"vocab_size": PERIODIC_VOCAB, "max_position_embeddings": 128, **overrides})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
     texts = torch.tensor([periodic_text(m, phase, 40) for m, motif in enumerate(MOTIFS) for phase in range(len(motif))])

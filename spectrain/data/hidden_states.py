@@ -10,7 +10,8 @@ Cost: ``(A + 1) * H`` values a token, that is 2 * (A + 1) * H bytes in bfloat16 
 in int8, which keeps one float32 scale per token and tap. The scale belongs to the token because the first token of a
 document is an attention sink whose hidden states are thousands of times larger than all others: a scale shared with it
 would round its neighbours to zero. Where the last layer is a tap, the last hidden state is that tap, and is stored
-once: ``A * H`` values a token.
+once: ``A * H`` values a token. Keys and values of named layers, which a Gemma-4 assistant reads, lie beside them, as
+attention reads them.
 
 Documents are numbered in the order of their keys, not of their capture, so that a capture that was killed and resumed
 trains exactly like one that was not. Writing is in ``hidden_states_writer.py``, what happens to damaged shards in
@@ -35,12 +36,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from spectrain.copies import read_either, write_twice
+from spectrain.data.state_types import STATE_DTYPES, dequantize
 from spectrain.errors import InputError
 from spectrain.files import check_digest, with_digest
 
 SCHEMA_VERSION = 2
 INDEX_NAME = "index.json"
-STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 _CHUNK_BYTES = 1 << 24
 _FOLDER_ADVICE = "remove the folder and capture again"
 _SHARD_ADVICE = "run `spectrain capture`, which captures its documents again"
@@ -48,7 +49,7 @@ _SHARD_ADVICE = "run `spectrain capture`, which captures its documents again"
 
 @dataclass(frozen=True)
 class TargetStates:
-    """One document as the target saw it. S tokens, A taps, H hidden size.
+    """One document as the target saw it. S tokens, A taps, H hidden size, G key-value heads of size d.
 
     ``log_normalizer_S[t]`` = logsumexp over the target's whole vocabulary of ``Head(last_hidden_SH[t])``. With it a
     trainer gets the target's exact probabilities of any subset of the vocabulary without ever computing the rest. It is
@@ -63,6 +64,7 @@ class TargetStates:
     log_normalizer: Tensor | None  # [S] float32
     key: str  # of the response it belongs to
     split: str  # train or heldout
+    target_kv: Mapping[int, tuple[Tensor, Tensor]] = dataclasses.field(default_factory=dict)  # layer: K, V [S, G, d]
 
     def __post_init__(self) -> None:
         length, hidden = self.input_ids.shape[0], self.last_hidden.shape[-1]
@@ -111,9 +113,12 @@ class StoreMeta:
     dtype: str  # a key of STATE_DTYPES
     last_hidden_pre_norm: bool = True
     schema_version: int = SCHEMA_VERSION
+    # (layer, key-value heads, size of a head) of each layer whose keys and values are stored.
+    kv_layers: tuple[tuple[int, int, int], ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tap_ids", tuple(self.tap_ids))
+        object.__setattr__(self, "kv_layers", tuple((int(a), int(b), int(c)) for a, b, c in self.kv_layers))
         if self.dtype not in STATE_DTYPES:
             raise ValueError(f"hidden states cannot be stored as {self.dtype}: use one of {', '.join(STATE_DTYPES)}")
 
@@ -126,7 +131,7 @@ class StoreMeta:
         """Raise ``InputError`` naming the first field of ``expected`` that differs."""
         for name, wanted in expected.items():
             found = getattr(self, name)
-            wanted = tuple(wanted) if isinstance(wanted, list) else wanted
+            wanted = tuple(wanted) if isinstance(wanted, list) else wanted  # as JSON has tuples
             if found != wanted:
                 raise InputError(
                     f"{where} holds hidden states with {name}={found}, but this run needs {name}={wanted}: "
@@ -198,33 +203,21 @@ def token_layout(meta: StoreMeta) -> dict[str, tuple[torch.dtype, tuple[int, ...
         layout |= {"taps_scale": (torch.float32, (taps,)), "last_hidden_scale": (torch.float32, ())}
     if meta.last_hidden_tap is not None:
         layout = {name: entry for name, entry in layout.items() if not name.startswith("last_hidden")}
+    for layer, heads, head_dim in meta.kv_layers:
+        for name in kv_names(layer):
+            layout[name] = (dtype, (heads, head_dim))
+            if dtype == torch.int8:
+                layout[f"{name}_scale"] = (torch.float32, (heads,))
     return layout
+
+
+def kv_names(layer: int) -> tuple[str, str]:
+    """Of the tensors that hold the keys and the values of a layer of the target."""
+    return f"keys_{layer}", f"values_{layer}"
 
 
 def bytes_per_token(meta: StoreMeta) -> int:
     return sum(dtype.itemsize * int(np.prod(shape)) for dtype, shape in token_layout(meta).values())
-
-
-def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """``[..., H]`` -> int8 ``[..., H]`` and one float32 scale per row ``[...]``.
-
-    The error is at most half a scale, which is 1/254 of the row's largest absolute value.
-    """
-    scale = x.float().abs().amax(dim=-1) / 127
-    steps = x.float() / scale.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(-1)
-    return steps.round_().clamp_(-127, 127).to(torch.int8), scale
-
-
-def dequantize(q: Tensor, scale: Tensor) -> Tensor:
-    """The float32 values that ``quantize`` rounded."""
-    return q.float() * scale.unsqueeze(-1)
-
-
-def as_stored(x: Tensor, dtype: str) -> Tensor:
-    """``x`` as a reader of a store of this dtype will see it. What is derived from a hidden state and stored beside it
-    is derived from this.
-    """
-    return dequantize(*quantize(x)) if dtype == "int8" else x.to(STATE_DTYPES[dtype])
 
 
 class StoredDocument(NamedTuple):
@@ -300,12 +293,18 @@ class ShardFile:
             log_normalizer=tensors["log_normalizer"][rows],
             key=document.key,
             split=document.split,
+            target_kv=self.target_kv(rows),
         )
 
     def last_hidden(self, rows: slice | Tensor) -> Tensor:
         """Last hidden states of some tokens of the shard, [..., H], wherever they are stored."""
         last = self._meta.last_hidden_tap
         return self._decoded("last_hidden", rows) if last is None else self._decoded("taps", (rows, last))
+
+    def target_kv(self, rows: slice) -> dict[int, tuple[Tensor, Tensor]]:
+        """Layer -> keys and values [S, G, d] of some tokens of the shard."""
+        names = {layer: kv_names(layer) for layer, _, _ in self._meta.kv_layers}
+        return {layer: (self._decoded(k, rows), self._decoded(v, rows)) for layer, (k, v) in names.items()}
 
     def _decoded(self, name: str, index: Any) -> Tensor:
         values = self.tensors()[name][index]

@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from spectrain.data.hidden_states import StoreMeta, TargetStates, bytes_per_token, quantize, token_layout
+from spectrain.data.hidden_states import StoreMeta, TargetStates, bytes_per_token, kv_names, token_layout
+from spectrain.data.state_types import quantize
 from spectrain.files import file_digest, replacing
 
 
@@ -87,8 +88,11 @@ def write_shard(path: Path, tensors: dict[str, Tensor], metadata: Mapping[str, s
 
 
 def _encoded(states: TargetStates, meta: StoreMeta) -> dict[str, Tensor]:
-    hidden = ("taps", "last_hidden") if meta.last_hidden_tap is None else ("taps",)
+    hidden: tuple[str, ...] = ("taps", "last_hidden") if meta.last_hidden_tap is None else ("taps",)
     values = {name: getattr(states, name) for name in ("input_ids", "loss_mask", *hidden)}
+    for layer, _, _ in meta.kv_layers:
+        values |= dict(zip(kv_names(layer), states.target_kv[layer], strict=True))
+        hidden += kv_names(layer)
     nan = torch.full(states.input_ids.shape, torch.nan)
     values["log_normalizer"] = nan if states.log_normalizer is None else states.log_normalizer
     if meta.dtype == "int8":

@@ -77,6 +77,8 @@ class HiddenStatesWriter:
         for name in ("taps", "last_hidden"):
             if not is_finite(getattr(states, name)):
                 raise NotFiniteError(name, where=f" for response {states.key}")
+        if not all(is_finite(x) for pair in states.target_kv.values() for x in pair):
+            raise NotFiniteError("keys or values", where=f" for response {states.key}")
         last = self.meta.last_hidden_tap
         if last is not None and not torch.equal(states.taps[:, last], states.last_hidden):
             raise ValueError(f"hidden states of {states.key}: tap {self.meta.num_layers} is not the last hidden state")

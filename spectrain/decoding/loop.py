@@ -198,6 +198,7 @@ class _Batch:
         self.timing = timing
         self.on_tokens = on_tokens
         self.taps = () if proposer is None else proposer.taps
+        self.kv_layers = () if proposer is None else proposer.kv_layers
         self.cache = open_cache(target, len(rows))
         self.draft_cache = None if proposer is None else proposer.new_cache(len(rows))
 
@@ -223,7 +224,7 @@ class _Batch:
         for ids, row in zip(ids_BT, self.rows, strict=True):
             ids[: len(row.prompt)] = torch.tensor(row.prompt)
         ids_BT = ids_BT.to(self.target.device)
-        output = self.cache.forward(ids_BT, lengths, self.taps)
+        output = self.cache.forward(ids_BT, lengths, self.taps, self.kv_layers)
         last_B1H = output.last_hidden_BSH[torch.arange(len(lengths)), torch.tensor(lengths) - 1][:, None]
         no_drafts_B0 = ids_BT[:, :0]
         verdict = self._judge(no_drafts_B0, None, last_B1H, None)
@@ -253,7 +254,7 @@ class _Batch:
         draft_log_probs = None if proposal.log_probs is None else proposal.log_probs[:, :longest]
         anchor_B1 = torch.tensor([[row.answer[-1]] for row in self.rows], device=self.target.device)
         ids_BT = torch.cat([anchor_B1, draft_ids.to(anchor_B1.device)], dim=1)
-        output = self.cache.forward(ids_BT, [length + 1 for length in lengths], self.taps)
+        output = self.cache.forward(ids_BT, [length + 1 for length in lengths], self.taps, self.kv_layers)
         verdict = self._judge(ids_BT[:, 1:], draft_log_probs, output.last_hidden_BSH, proposal.lengths)
 
         accepted, drafts = verdict.accepted.tolist(), draft_ids.tolist()

@@ -47,8 +47,8 @@ class Observation:
 
     Rows are padded on the right; ``lengths_B`` says how many tokens of each are real. What a proposer does not ask for
     is ``None``: taps (``Proposer.taps``), the last hidden state, after the target's final norm or before it
-    (``Proposer.reads_last_hidden``, ``read_hidden``), and the target's own keys and values of named layers, which
-    nothing asks for yet.
+    (``Proposer.reads_last_hidden``, ``read_hidden``), and the target's own keys and values of named layers
+    (``Proposer.kv_layers``).
     """
 
     ids_BT: Tensor
@@ -65,18 +65,21 @@ class Observation:
         hidden = None
         if proposer.reads_last_hidden:
             hidden = read_hidden(proposer, target, output.last_hidden_BSH)
-        return cls(ids_BT, lengths_B, output.taps_BSAH, hidden)
+        return cls(ids_BT, lengths_B, output.taps_BSAH, hidden, output.target_kv)
 
     def part(
         self, rows: Any = slice(None), positions: slice = slice(None), lengths_B: Tensor | None = None
     ) -> Observation:
         """These rows and positions; ``lengths_B``: of what is left, as before where it is not given."""
-        taps, hidden = self.taps_BTAH, self.last_hidden_BTH
+        taps, hidden, kv = self.taps_BTAH, self.last_hidden_BTH, self.target_kv
         return Observation(
             self.ids_BT[rows][:, positions],
             self.lengths_B[rows] if lengths_B is None else lengths_B,
             None if taps is None else taps[rows][:, positions],
             None if hidden is None else hidden[rows][:, positions],
+            None
+            if kv is None
+            else {layer: (k[rows][:, :, positions], v[rows][:, :, positions]) for layer, (k, v) in kv.items()},
         )
 
 
@@ -92,11 +95,13 @@ class Proposer(Protocol):
 
     taps: the taps of the target that ``observe`` reads, ascending; empty when it needs none.
     reads_last_hidden: whether it also reads the target's last hidden state, after the final norm.
+    kv_layers: layers of the target, from 0, whose keys and values it reads; empty when it needs none.
     The cache is the proposer's own; ``observe`` changes it in place, ``propose`` leaves no trace in it.
     """
 
     taps: tuple[int, ...]
     reads_last_hidden: bool
+    kv_layers: tuple[int, ...]
 
     def new_cache(self, batch_size: int) -> Any:
         """State for a batch of texts of which nothing has been seen yet."""
@@ -138,6 +143,7 @@ class NGramProposer:
 
     taps: tuple[int, ...] = ()
     reads_last_hidden = False
+    kv_layers: tuple[int, ...] = ()
 
     def __init__(self, ngram_max: int = 4, ngram_min: int = 2) -> None:
         if not 1 <= ngram_min <= ngram_max:

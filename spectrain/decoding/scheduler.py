@@ -147,7 +147,7 @@ class _Bench:
         ids_BT = self.ids_BT[:rows, CONTEXT_TOKENS : CONTEXT_TOKENS + max(lengths)]
 
         def step() -> None:
-            output = cache.forward(ids_BT, lengths, self.proposer.taps)
+            output = cache.forward(ids_BT, lengths, self.proposer.taps, self.proposer.kv_layers)
             lengths_B = torch.tensor([length - 1 for length in lengths])
             verify(ids_BT[:, 1:], None, self.target.logits(output.last_hidden_BSH), GREEDY, None, lengths_B)
             cache.keep([1] * rows)  # the anchor alone stays
@@ -158,7 +158,8 @@ class _Bench:
         """Drafting n tokens in so many rows, and observing one token of each."""
         ids_BT = self.ids_BT[:rows, :CONTEXT_TOKENS]
         lengths = [CONTEXT_TOKENS] * rows
-        output = open_cache(self.target, rows).forward(ids_BT, lengths, self.proposer.taps)
+        context = open_cache(self.target, rows)
+        output = context.forward(ids_BT, lengths, self.proposer.taps, self.proposer.kv_layers)
         lengths_B = torch.tensor(lengths, device=ids_BT.device)
         seen = Observation.of_pass(self.target, self.proposer, ids_BT, output, lengths_B)
         cache = self.proposer.new_cache(rows)

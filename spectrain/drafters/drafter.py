@@ -81,6 +81,11 @@ class DrafterShape:
         return self.draft_vocab_size < self.target_vocab_size
 
     @property
+    def owns_matrix(self) -> bool:
+        """Whether its output matrix is its own to train."""
+        return self.owns_head
+
+    @property
     def max_drafts(self) -> int | None:
         """Drafts of a round at most; None: drafting can always go on."""
         return None
@@ -104,6 +109,7 @@ class Drafter(nn.Module, ABC):
     body: Any
     reads_last_hidden = False  # the target's last hidden state, after its final norm, beside the taps
     reads_before_norm = False  # that state as it is before the norm
+    kv_layers: tuple[int, ...] = ()  # of the target, from 0, whose keys and values it reads
     has_closed_form = False  # whether ``closed_form_init`` is there
     copies: TargetCopies | None = None  # matrices of its target that came with its weights, until they are compared
     folder: Path | None = None  # that it was read from

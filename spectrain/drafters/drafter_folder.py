@@ -128,7 +128,7 @@ def load_drafter(
         recover_folder(folder)
     config = _read_config(folder, usual_taps)
     shape = _shape_from_config(_served_at(config, served_length), folder)
-    tensors = standard_tensors(read_tensors(folder))
+    tensors = _method(config).standard_tensors(standard_tensors(read_tensors(folder)), str(folder / WEIGHTS))
     vocab = _vocab(tensors.pop("d2t", None), shape, folder)
     _check_t2d(tensors.pop("t2d", None), vocab, folder)
     where = weight_files(folder)[0]
@@ -283,7 +283,7 @@ def _check_tensors(expected: dict[str, Tensor], found: dict[str, Tensor], path: 
                 f"{path}: tensor '{name}' has shape {tuple(found[name].shape)}, the configuration asks for "
                 f"{tuple(tensor.shape)}"
             )
-        if found[name].dtype not in _DTYPES:
+        if found[name].dtype not in _DTYPES and found[name].dtype != tensor.dtype:
             raise InputError(
                 f"{path}: tensor '{name}' is of type {found[name].dtype}, this version reads "
                 f"{', '.join(map(str, _DTYPES))}"

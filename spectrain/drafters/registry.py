@@ -32,6 +32,7 @@ _SHIPPED = {
     "eagle3": "spectrain.drafters.autoregressive.eagle3",
     "peagle": "spectrain.drafters.autoregressive.peagle",
     "mtp": "spectrain.drafters.autoregressive.mtp",
+    "gemma4_mtp": "spectrain.drafters.autoregressive.gemma4_mtp",
     "dflash": "spectrain.drafters.block.dflash",
     "dspark": "spectrain.drafters.block.dspark",
     "dflash2": "spectrain.drafters.block.dflash2",
@@ -53,13 +54,14 @@ class Corpus:
 class TrainingCost:
     """What training does, for ``plan``. ``outputs``: hidden states that meet the head, of all documents once;
     ``batch_outputs``: of one micro-batch; ``token_entries``, ``output_entries``: matrix entries that each token of the
-    text, and each output, is multiplied with.
+    text, and each output, is multiplied with; ``head_entries``: of an output matrix that is not rows of the target's.
     """
 
     outputs: float
     batch_outputs: float
     token_entries: int
     output_entries: int
+    head_entries: int | None = None
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,7 @@ class DrafterMethod:
     trainable: ClassVar[bool] = True
     # A shorter round is the beginning of a longer one, and costs its share of it.
     drafts_step_by_step: ClassVar[bool] = False
+    reads_target_kv: ClassVar[bool] = False  # the target's own keys and values, see ``kv_layers``
 
     # It begins with what its target comes with, which is measured beside it (``untuned``).
     is_tuned: ClassVar[bool] = False
@@ -132,6 +135,10 @@ class DrafterMethod:
                 f"layers, so taps run from 0 to {spec.num_layers}"
             )
         return tuple(taps)
+
+    def kv_layers(self, spec: TargetSpec) -> tuple[int, ...]:
+        """Layers of the target, from 0 and ascending, whose keys and values such a drafter reads."""
+        return ()
 
     def max_drafts(self, config: DrafterConfig) -> int | None:
         """Drafts of a round that a fresh drafter of this configuration gives at most; None: no limit."""
@@ -209,7 +216,7 @@ class DrafterMethod:
     def finish_folder(self, drafter: Any, folder: Path, config: dict[str, Any]) -> dict[str, Any]:
         """``config``, in the speculators layout, as config.json is to have it; for a kind whose folder has another
         layout. What is not of the speculators layout keeps ``config`` under ``spectrain.drafter``, without its own
-        ``spectrain``. The weights are in ``folder`` already, and more may be added there.
+        ``spectrain``, or is read by ``read_foreign``. The weights are in ``folder`` already; more may be added.
         """
         return config
 
@@ -250,6 +257,14 @@ class DrafterMethod:
         drafter that is trained further keeps them.
         """
         return {}
+
+    def standard_tensors(self, tensors: dict[str, Tensor], where: str) -> dict[str, Tensor]:
+        """The tensors of a folder under the names of the body's parameters. Raises InputError, naming ``where``."""
+        return tensors
+
+    def misfit(self, shape: Any, spec: TargetSpec) -> str:
+        """Why such a drafter cannot draft for a target of its own dimensions; empty where it can."""
+        return ""
 
     def read_foreign(self, architecture: str, config: dict[str, Any], where: str) -> dict[str, Any]:
         """A config.json of another project's layout as one of the speculators layout. Raises InputError."""

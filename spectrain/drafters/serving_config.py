@@ -21,6 +21,8 @@ from spectrain.reading import read_json
 from spectrain.target.identity import TargetIdentity, described
 
 _ASK_S = 10.0
+# What in a path makes vLLM take a drafter for one of another kind, where it is told none.
+_TAKEN_FOR_OTHERS = ("eagle-", "eagle3", "dflash", "dspark")
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,12 @@ class ServingConfig:
         if not self.known_to_vllm:
             raise ConfigError(f"drafter {self.path}: vLLM has no {self.method} drafters, use engine=hf")
         told = {"method": self.method} if method is None else dict(method.speculative_config or {})
+        taken = next((word for word in _TAKEN_FOR_OTHERS if word in self.path.lower()), None)
+        if taken is not None and "method" not in told:
+            raise ConfigError(
+                f"drafter {self.path}: vLLM takes a folder with {taken!r} in its path for another kind of drafter: "
+                f"move the run directory"
+            )
         config: dict[str, Any] = told if self.replaces_target else {"model": self.path, **told}
         if self.revision is not None:
             config["revision"] = self.revision

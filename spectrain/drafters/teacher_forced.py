@@ -33,17 +33,19 @@ def accept_probability(
     vocab: DraftVocab | None,
     sampling: SamplingParams,
     draft_sampling: SamplingParams,
+    logits: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """float32 [K, U]: probability that student k's slot accepts ``token_U`` (target ids). ``vocab`` None: the drafter
     knows all tokens.
 
-    ``draft_sampling`` greedy: argmax drafts.
+    ``draft_sampling`` greedy: argmax drafts. ``logits``: what makes [.., D] of hidden states; None: ``lm_head_DH``.
     """
     draft_U = token_U if vocab is None else vocab.target_to_draft().to(token_U.device)[token_U]
     log_q_U = None if draft_sampling.greedy else target_log_probs(teacher, token_U, sampling)
     matrix_DH = lm_head_DH.to(hidden_KUH.dtype)
+    made = logits or partial(linear, weight=matrix_DH)
     accept = [
-        acceptance(partial(_logits, hidden_UH, matrix_DH), matrix_DH, draft_U, log_q_U, draft_sampling)
+        acceptance(partial(_logits, hidden_UH, made), matrix_DH, draft_U, log_q_U, draft_sampling)
         for hidden_UH in hidden_KUH
     ]
     return torch.stack(accept) if accept else hidden_KUH.new_zeros(hidden_KUH.shape[:2], dtype=torch.float32)
@@ -85,8 +87,8 @@ def acceptance(
     return accept_S
 
 
-def _logits(hidden_UH: Tensor, matrix_DH: Tensor, part: slice) -> Tensor:
-    return linear(hidden_UH[part], matrix_DH)
+def _logits(hidden_UH: Tensor, made: Callable[[Tensor], Tensor], part: slice) -> Tensor:
+    return made(hidden_UH[part])
 
 
 def _parts(count: int, rows: int) -> list[slice]:

@@ -54,9 +54,10 @@ class Engine(Protocol):
         tap_ids: Sequence[int],
         states_dtype: str = "float32",
         stored: Collection[str] = (),
+        kv_layers: Sequence[int] = (),
     ) -> Iterator[TargetStates]:
-        """The target's hidden states over responses: taps, last hidden state and log-normalizer, one document at a
-        time.
+        """The target's hidden states over responses: taps, last hidden state, log-normalizer, and keys and values of
+        the layers ``kv_layers``, one document at a time.
 
         They have the target's own type. ``states_dtype`` is what they will be stored as, for the log-normalizer must
         belong to the hidden states as they will be read. ``stored``: keys of responses that are left out, because they

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,8 +31,9 @@ from torch import Tensor
 from spectrain.config.schema import EngineConfig
 from spectrain.config.target_schema import TargetConfig
 from spectrain.console import say
-from spectrain.data.hidden_states import TargetStates, as_stored
+from spectrain.data.hidden_states import TargetStates
 from spectrain.data.hidden_states_writer import is_finite
+from spectrain.data.state_types import as_stored
 from spectrain.errors import InputError, NotFiniteError, RunError
 from spectrain.target.head import TargetHead
 from spectrain.target.model import TargetModel, choose_device, choose_dtype
@@ -77,7 +78,10 @@ def check_states(target: TargetModel, head: TargetHead, states: Sequence[TargetS
     for document in states[:_DOCUMENTS]:
         ids_1S = document.input_ids[None, :_PREFIX].long().to(target.device)
         positions_P = torch.linspace(0, ids_1S.shape[1] - 1, min(_POSITIONS, ids_1S.shape[1])).long()
-        output = target.model(input_ids=ids_1S, use_cache=False, logits_to_keep=positions_P)
+        sharing = {"return_shared_kv_states": True} if document.target_kv else {}
+        output = target.model(input_ids=ids_1S, use_cache=False, logits_to_keep=positions_P, **sharing)
+        if document.target_kv:
+            _compare_kv(target, document, output.shared_kv_states)
         own_PV = output.logits[0].float().log_softmax(-1).cpu()
         hidden_PH = document.last_hidden[positions_P].to(head.lm_head_weight.device, head.lm_head_weight.dtype)
         ours_PV = head.hidden_to_logits(hidden_PH).log_softmax(-1).cpu()
@@ -91,6 +95,23 @@ def check_states(target: TargetModel, head: TargetHead, states: Sequence[TargetS
             f"at {len(differences)} of {checked} positions; the first is {differences[0]}; the head of model type "
             f"{target.spec.model_type!r} or the capture does not fit this target"
         )
+
+
+def _compare_kv(target: TargetModel, document: TargetStates, own: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+    """Keys and values of a document among others are those that the model makes of it alone. ``own``: by the kind of
+    layer, [1, G, S, d].
+    """
+    kinds = {layer: kind for kind, layer in target.spec.kv_sources().items()}
+    for layer, pair in document.target_kv.items():
+        for name, x_SGd, own_1GSd in zip(("keys", "values"), pair, own[kinds[layer]], strict=True):
+            own_SGd = own_1GSd[0].transpose(0, 1).float().cpu()
+            error_S = _relative_error(x_SGd[: len(own_SGd)].flatten(1), own_SGd.flatten(1)[None])[0]
+            bad = error_S.max() if target.dtype == torch.float32 else error_S.median()
+            if not bad <= _STATE_TOLERANCE[target.dtype]:
+                raise _failure(
+                    f"{name} of layer {layer} are not the target's, at position {int(error_S.argmax())} of response "
+                    f"{document.key} by {float(error_S.max()):.2g} of their size"
+                )
 
 
 def _difference(target: TargetModel, own_V: Tensor, ours_V: Tensor) -> str:

@@ -36,10 +36,11 @@ from transformers.masking_utils import create_masks_for_generate
 from spectrain import signals
 from spectrain.config.schema import EngineConfig
 from spectrain.data.chat import ChatTemplate
-from spectrain.data.hidden_states import TargetStates, as_stored
+from spectrain.data.hidden_states import TargetStates
 from spectrain.data.loss_mask import predicts_generated
 from spectrain.data.prompts import Conversation
 from spectrain.data.responses import Response, Sampling, response_key
+from spectrain.data.state_types import as_stored
 from spectrain.decoding.sampling import SamplingParams, sample, truncated_log_probs
 from spectrain.engines.check_states import check_states
 from spectrain.engines.conversations import Dialogue, Turns
@@ -190,6 +191,7 @@ def capture_states(
     head: TargetHead,
     responses: Sequence[Response],
     tap_ids: tuple[int, ...],
+    kv_layers: tuple[int, ...],
     batch_tokens: int,
     states_dtype: str,
     stored: Collection[str] = (),
@@ -205,7 +207,7 @@ def capture_states(
     for batch in _batches(ordered, 1 if target.spec.hybrid else batch_tokens):
         if all(response.key in stored for response in batch):
             continue
-        states = _capture_batch(target, head, batch, tap_ids, states_dtype)
+        states = _capture_batch(target, head, batch, tap_ids, kv_layers, states_dtype)
         if not checked:
             check_states(target, head, states)
             checked = True
@@ -227,7 +229,12 @@ def _batches(responses: Sequence[Response], batch_tokens: int) -> Iterator[list[
 
 
 def _capture_batch(
-    target: TargetModel, head: TargetHead, batch: Sequence[Response], tap_ids: tuple[int, ...], states_dtype: str
+    target: TargetModel,
+    head: TargetHead,
+    batch: Sequence[Response],
+    tap_ids: tuple[int, ...],
+    kv_layers: tuple[int, ...],
+    states_dtype: str,
 ) -> list[TargetStates]:
     lengths = [len(response.input_ids) for response in batch]
     ids_T = torch.from_numpy(np.concatenate([response.input_ids for response in batch]))
@@ -236,7 +243,7 @@ def _capture_batch(
     ids_1T, positions_1T = ids_T[None].long().to(target.device), positions_T[None].to(target.device)
     with cpu_attention(target.model, lengths):
         mask = _masks(target, positions_1T) if len(batch) > 1 else None
-        output = target.run(ids_1T, positions_1T, attention_mask=mask, tap_ids=tap_ids)
+        output = target.run(ids_1T, positions_1T, attention_mask=mask, tap_ids=tap_ids, kv_layers=kv_layers)
     target.require_finite(output.last_hidden_BSH, "last hidden states")
     if output.taps_BSAH is not None:
         target.require_finite(output.taps_BSAH, "taps")
@@ -244,11 +251,17 @@ def _capture_batch(
     normalizer_T = stored_log_normalizer(head, output.last_hidden_BSH[0], needed_T, states_dtype)
     last_hidden_TH = output.last_hidden_BSH[0].cpu()
     taps_TAH = last_hidden_TH[:, None][:, :0] if output.taps_BSAH is None else output.taps_BSAH[0].cpu()
+    # Rotary phases are those of positions within a document, so each document's keys are as it has them alone.
+    kv = {
+        layer: (keys[0].transpose(0, 1).cpu(), values[0].transpose(0, 1).cpu())
+        for layer, (keys, values) in (output.target_kv or {}).items()
+    }
     states, start = [], 0
     for response, length in zip(batch, lengths, strict=True):
         rows = slice(start, start + length)
         document = (ids_T[rows], loss_mask_T[rows], taps_TAH[rows], last_hidden_TH[rows], normalizer_T[rows])
-        states.append(TargetStates(*document, key=response.key, split=response.split))
+        own_kv = {layer: (keys_TGd[rows], values_TGd[rows]) for layer, (keys_TGd, values_TGd) in kv.items()}
+        states.append(TargetStates(*document, key=response.key, split=response.split, target_kv=own_kv))
         start += length
     return states
 
@@ -325,8 +338,10 @@ class HFEngine:
         tap_ids: Sequence[int],
         states_dtype: str = "float32",
         stored: Collection[str] = (),
+        kv_layers: Sequence[int] = (),
     ) -> Iterator[TargetStates]:
         # The trainer's head, not the model's: the log-normalizer must be that of the logits the trainer will compute.
         head = TargetHead.from_checkpoint(self.resolved.folder, dtype=torch.float32, device=self.target.device)
         most = self.config.capture_tokens
-        return capture_states(self.target, head, responses, tuple(tap_ids), most, states_dtype, stored)
+        asked = (tuple(tap_ids), tuple(kv_layers))
+        return capture_states(self.target, head, responses, *asked, most, states_dtype, stored)

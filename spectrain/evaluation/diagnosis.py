@@ -81,7 +81,8 @@ def diagnose(
     tried = misreadings(drafter, target.spec.num_layers)
     tap_ids = sorted({tap for misreading in tried for tap in misreading.taps or drafter.taps} | set(drafter.taps))
     texts = [
-        (Text(target, [*theirs[p].prompt, *theirs[p].answer], tap_ids), theirs[p].rounds[:_ROUNDS]) for p in chosen
+        (Text(target, [*theirs[p].prompt, *theirs[p].answer], tap_ids, drafter.kv_layers), theirs[p].rounds[:_ROUNDS])
+        for p in chosen
     ]
     first = drafts[0].round
     screening = [(texts[0][0], theirs[chosen[0]].rounds[first : first + _SCREENING_ROUNDS])]

@@ -162,7 +162,7 @@ class _Comparison:
         self.theirs = theirs
         self.num_drafts = num_drafts
         self.ours_at = {round_.anchor: round_ for round_ in ours.rounds}
-        self.text = Text(target, [*theirs.prompt, *theirs.answer], drafter.taps)
+        self.text = Text(target, [*theirs.prompt, *theirs.answer], drafter.taps, drafter.kv_layers)
         self.drafter = drafter
         self.rel = TIE[target.dtype]
         self.replayed = 0

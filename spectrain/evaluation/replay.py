@@ -10,7 +10,7 @@ Legend: S tokens of the text, A taps, H hidden, V vocabulary of the target, n dr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 from spectrain.decoding.proposers import Observation, read_hidden
 from spectrain.decoding.sampling import GREEDY, SamplingParams
 from spectrain.drafters.drafter import Drafter
-from spectrain.target.model import TargetModel
+from spectrain.target.model import TargetModel, TargetOutput
 
 # Drafts drawn so cold are argmax, unless two tokens tie within rounding; the distribution that comes with them holds
 # the logits, divided by it.
@@ -31,31 +31,37 @@ _TRIES = 16
 class Text:
     """Prompt and answer as one sequence of ids, run once through the target when something of it is asked for."""
 
-    def __init__(self, target: TargetModel, ids: Sequence[int], tap_ids: Sequence[int]) -> None:
+    def __init__(
+        self, target: TargetModel, ids: Sequence[int], tap_ids: Sequence[int], kv_layers: Sequence[int] = ()
+    ) -> None:
         self.target = target
         self.ids = list(ids)
         self.tap_ids = tuple(tap_ids)
+        self.kv_layers = tuple(kv_layers)
 
     @cached_property
-    def _output(self) -> tuple[Tensor, Tensor | None]:
+    def _output(self) -> TargetOutput:
         ids_1S = torch.tensor([self.ids], device=self.target.device)
-        output = self.target.run(
-            ids_1S, torch.arange(len(self.ids), device=self.target.device)[None], tap_ids=self.tap_ids
-        )
-        return output.last_hidden_BSH, output.taps_BSAH
+        positions_1S = torch.arange(len(self.ids), device=self.target.device)[None]
+        return self.target.run(ids_1S, positions_1S, tap_ids=self.tap_ids, kv_layers=self.kv_layers)
+
+    @property
+    def target_kv(self) -> Mapping[int, tuple[Tensor, Tensor]] | None:
+        """Keys and values [1, G, S, d] of ``kv_layers``."""
+        return self._output.target_kv
 
     def taps(self, ids: Sequence[int]) -> Tensor | None:
         """Hidden states [1, S, A, H] of some of ``tap_ids``, in the order asked for; ``None`` for none."""
-        taps_1SAH = self._output[1]
+        taps_1SAH = self._output.taps_BSAH
         return None if taps_1SAH is None or not ids else taps_1SAH[:, :, [self.tap_ids.index(tap) for tap in ids]]
 
     def last_hidden(self, drafter: Drafter) -> Tensor:
         """The target's last hidden states [1, S, H], after its final norm."""
-        return read_hidden(drafter, self.target, self._output[0])
+        return read_hidden(drafter, self.target, self._output.last_hidden_BSH)
 
     def target_logits(self, position: int) -> Tensor:
         """The target's logits [V] of the token after ``position``."""
-        return self.target.logits(self._output[0][0, position]).float()
+        return self.target.logits(self._output.last_hidden_BSH[0, position]).float()
 
 
 class Follower:
@@ -69,6 +75,7 @@ class Follower:
         self._drafter = drafter
         self._taps_1SAH = taps_1SAH
         self._last_hidden_1SH = text.last_hidden(drafter) if drafter.reads_last_hidden else None
+        self._target_kv = text.target_kv if drafter.kv_layers else None
         self._n = n
         self._ids_1S = torch.tensor([text.ids], device=text.target.device)
         self._cache = drafter.new_cache(1)
@@ -103,6 +110,9 @@ class Follower:
                 lengths_B=torch.tensor([anchor - self._seen], device=self._ids_1S.device),
                 taps_BTAH=None if taps_1SAH is None else taps_1SAH[:, part],
                 last_hidden_BTH=None if hidden_1SH is None else hidden_1SH[:, part],
+                target_kv=None
+                if self._target_kv is None
+                else {layer: (k[:, :, part], v[:, :, part]) for layer, (k, v) in self._target_kv.items()},
             )
             self._drafter.observe(self._cache, observation)
             self._seen = anchor

@@ -151,7 +151,7 @@ def simulate_same_prompts(
         )
         for conversation in conversations
     ]
-    found = capture.open_store(context, drafter.taps, keys)
+    found = capture.open_store(context, drafter.taps, drafter.kv_layers, keys)
     if found is None:
         return None
     store, documents = found

@@ -38,7 +38,10 @@ def _asked(context: Context) -> dict[str, str]:
 
 
 def fixed_inputs(context: Context) -> dict[str, object]:
-    return {**context.target_inputs(), "drafter.taps": list(context.taps), "hidden_states.dtype": context.states_dtype}
+    # Named only where there are some, so that everything else that was made remains valid.
+    kv = {"layers of keys and values": list(context.kv_layers)} if context.kv_layers else {}
+    taps = {"drafter.taps": list(context.taps), "hidden_states.dtype": context.states_dtype}
+    return {**context.target_inputs(), **taps, **kv}
 
 
 def growing_inputs(context: Context) -> dict[str, object]:
@@ -96,7 +99,8 @@ def _capture(context: Context, writer: HiddenStatesWriter, responses: list[Respo
         if context.config.engine.name != "hf":
             context.capturing.shards(writer, todo, shard_bytes, bar.advance)
             return
-        for states in context.engine.capture(responses, context.taps, context.states_dtype, stored):
+        layers = context.kv_layers
+        for states in context.engine.capture(responses, context.taps, context.states_dtype, stored, layers):
             with signals.held():
                 writer.add(states)
             bar.advance(len(states.input_ids))
@@ -151,16 +155,16 @@ def documents(context: Context) -> tuple[StoredHiddenStates, list[int], list[int
     The order does not depend on when a document was captured, nor the choice on what else the store holds.
     """
     store = StoredHiddenStates(context.data_dir.hidden_states)
-    store.check(_identity(context, context.taps))
+    store.check(_identity(context, context.taps, context.kv_layers))
     number = {key: index for index, key in enumerate(store.keys)}
     return store, list(_numbers(context, number, "train")), list(_numbers(context, number, "heldout"))
 
 
 def open_store(
-    context: Context, taps: tuple[int, ...], keys: Sequence[str]
+    context: Context, taps: tuple[int, ...], kv_layers: tuple[int, ...], keys: Sequence[str]
 ) -> tuple[StoredHiddenStates, list[int]] | None:
     """The stored hidden states and the numbers of the documents of responses ``keys``, if they are this target's, hold
-    these taps and all these documents, and are not damaged.
+    these taps, keys and values of these layers, and all these documents, and are not damaged.
     """
     folder = context.data_dir.hidden_states
     try:
@@ -169,7 +173,7 @@ def open_store(
         say(str(error))
         return None
     try:
-        store.check(_identity(context, taps))
+        store.check(_identity(context, taps, kv_layers))
     except InputError:
         return None
     number = {key: index for index, key in enumerate(store.keys)}
@@ -183,8 +187,10 @@ def open_store(
     return None if damaged else (store, found)
 
 
-def _identity(context: Context, taps: tuple[int, ...]) -> dict[str, object]:
-    return {"target": context.target.id, "target_revision": context.target.revision, "tap_ids": taps}
+def _identity(context: Context, taps: tuple[int, ...], kv_layers: tuple[int, ...]) -> dict[str, object]:
+    shapes = tuple((layer, *context.spec.kv_shape(layer)) for layer in kv_layers)
+    target = {"target": context.target.id, "target_revision": context.target.revision}
+    return {**target, "tap_ids": taps, "kv_layers": shapes}
 
 
 def _numbers(context: Context, number: dict[str, int], split: str) -> Iterator[int]:

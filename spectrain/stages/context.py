@@ -195,6 +195,16 @@ class Context:
             return read_shape(drafter_path(self.config.drafter), self.spec.default_taps()).taps
         return find_method(self.config.drafter.method).taps(self.config.drafter, self.spec)
 
+    @cached_property
+    def kv_layers(self) -> tuple[int, ...]:
+        """Layers of the target whose keys and values are captured, beside the taps."""
+        return find_method(self.config.drafter.method).kv_layers(self.spec)
+
+    @property
+    def kv_shapes(self) -> tuple[tuple[int, int, int], ...]:
+        """Of ``kv_layers``: layer, key-value heads, size of a head."""
+        return tuple((layer, *self.spec.kv_shape(layer)) for layer in self.kv_layers)
+
     @property
     def target_for_vllm(self) -> str:
         """What a server is told to load: the Hub's id where the weights are the Hub's, else the folder they lie in."""
@@ -231,6 +241,7 @@ class Context:
             hidden_size=self.spec.hidden_size,
             num_layers=self.spec.num_layers,
             dtype=self.states_dtype,
+            kv_layers=self.kv_shapes,
         )
 
     def target_inputs(self) -> dict[str, Any]:

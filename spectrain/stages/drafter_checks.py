@@ -57,6 +57,11 @@ def check_kind(config: SpectrainConfig, command: Command, given: Set[str] = froz
         raise ConfigError(
             f"engine={config.engine.name}: vLLM has no {method.name} drafters, measure this one with engine=hf"
         )
+    if method.reads_target_kv and config.engine.name != "hf" and "capture" in command.stages:
+        raise ConfigError(
+            f"engine={config.engine.name}: {method.name} drafters learn from the target's own keys and values, which "
+            f"vLLM does not hand out: use engine=hf (responses may be generated with vLLM before)"
+        )
     _check_loss(config)
     _check_policies(config, command, method)
     most, wanted = method.max_drafts(config.drafter), config.decoding.num_speculative_tokens
@@ -190,8 +195,9 @@ def note_other_target(context: Context, folder: Path) -> None:
 
 def check_drafter_fits(folder: Path, spec: TargetSpec) -> None:
     """A drafter's folder is whole, and was made for a target of these dimensions."""
-    from spectrain.drafters.drafter_folder import load_drafter, read_shape
+    from spectrain.drafters.drafter_folder import load_drafter, read_method, read_shape
     from spectrain.drafters.overlay import check_links, is_overlay
+    from spectrain.drafters.registry import find_method
     from spectrain.drafters.serving_config import read_serving_config
 
     usual_taps = spec.default_taps()
@@ -202,6 +208,9 @@ def check_drafter_fits(folder: Path, spec: TargetSpec) -> None:
             raise InputError(
                 f"drafter {folder} was trained for another target: its {name} is {found[name]}, this target's {wanted}"
             )
+    misfit = find_method(read_method(folder)).misfit(shape, spec)
+    if misfit:
+        raise InputError(f"drafter {folder} was trained for another target: {misfit}")
     deepest = max(shape.taps, default=0)
     if deepest > spec.num_layers:
         raise InputError(

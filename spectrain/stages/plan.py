@@ -156,8 +156,10 @@ def drafter_size(context: Context) -> DrafterSize:
         draft_vocab=shape.draft_vocab_size,
         head_entries=spec.vocab_size * spec.hidden_size * (1 if spec.tie_word_embeddings else 2),
         owns_head=shape.owns_head,
-        trains_head=shape.owns_head and config.train_head,
+        trains_head=shape.owns_matrix and config.train_head,
         outside_layers=every - sum(of_layers),
+        kv_values=sum(2 * heads * size for _, heads, size in context.kv_shapes),
+        target_hidden=spec.hidden_size,
     )
 
 
@@ -239,7 +241,7 @@ def host_bytes(context: Context) -> float:
     size, (training, _) = drafter_size(context), training_passes(context)
     trainer = context.config.trainer
     workers = 2 if trainer.loader_workers is None else trainer.loader_workers
-    batch = training.tokens * (size.num_taps + 1) * size.layer.hidden_size * training.state_bytes
+    batch = training.tokens * size.state_values * training.state_bytes
     # Each made ahead, one being made and one pinned.
     return (
         4.0 * size.head_entries + batch * (workers * (trainer.prefetch_batches + 1) + 1) + 12.0 * size.parameters + 3e9
@@ -271,7 +273,8 @@ def fit_flops(context: Context, numbers: Estimate) -> float:
     drafter, cost = context.config.drafter, numbers.training_cost
     vocabulary = (drafter.draft_vocab_size or context.spec.vocab_size) * context.spec.hidden_size
     layers = 6 * (cost.token_entries * numbers.tokens + cost.output_entries * cost.outputs)
-    return layers + 2 * vocabulary * (3 * cost.outputs + numbers.generated_tokens)
+    students = vocabulary if cost.head_entries is None else cost.head_entries
+    return layers + 2 * (3 * students * cost.outputs + vocabulary * numbers.generated_tokens)
 
 
 def _tokens(conversation: Conversation, max_new_tokens: int) -> tuple[int, int]:
@@ -286,7 +289,8 @@ def _tokens(conversation: Conversation, max_new_tokens: int) -> tuple[int, int]:
 def _meta(context: Context) -> StoreMeta:
     """Enough of a store's description to know the size of its tokens."""
     spec = context.spec
-    return StoreMeta("", "", "", "", "", context.taps, spec.hidden_size, spec.num_layers, context.states_dtype)
+    sizes = (spec.hidden_size, spec.num_layers, context.states_dtype)
+    return StoreMeta("", "", "", "", "", context.taps, *sizes, kv_layers=context.kv_shapes)
 
 
 # --- time ----------------------------------------------------------------------------------------------------------

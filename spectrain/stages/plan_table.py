@@ -106,6 +106,18 @@ def _drafter_lines(context: Context) -> list[tuple[str, str]]:
     return [*lines, ("", f"drafts {n} tokens a round{blocks}, judged at temperature {config.decoding.temperature:g}")]
 
 
+def _kv_lines(context: Context, numbers: Estimate) -> list[tuple[str, str]]:
+    """What of the hidden states is keys and values of the target, which only some drafters read."""
+    values = sum(2 * heads * size for _, heads, size in context.kv_shapes)
+    if not values:
+        return []
+    share = values / (values + (len(context.taps) + 1) * context.spec.hidden_size)
+    layers = list(context.kv_layers)
+    return [
+        ("", f"of these {bytes_text(numbers.states_bytes * share)} keys and values of the target's layers {layers}")
+    ]
+
+
 def _decisions(context: Context) -> list[Decision]:
     """What each stage of the command would do; none where the target has to be fetched first."""
     from spectrain.stages import capture, fit, generate
@@ -129,6 +141,7 @@ def _cost_lines(context: Context, skipped: set[str]) -> list[tuple[str, str]]:
             f"{bytes_text(numbers.states_bytes)} of hidden states at most ({context.states_dtype}), "
             f"{bytes_text(free)} free",
         ),
+        *_kv_lines(context, numbers),
         *(
             [("", "MORE THAN IS FREE: hidden_states.dtype=int8, data.max_train or sampling.max_new_tokens lower it")]
             if short

@@ -44,6 +44,13 @@ class DrafterSize:
     owns_head: bool  # a matrix of its own, beside the target's rows that teach it
     trains_head: bool
     outside_layers: int = 0  # entries that a sharding strategy gathers for a whole pass
+    kv_values: int = 0  # of a token: keys and values of the target
+    target_hidden: int | None = None  # where the drafter has another
+
+    @property
+    def state_values(self) -> int:
+        """Numbers that a token of a batch has: taps, last hidden state, keys and values."""
+        return (self.num_taps + 1) * (self.target_hidden or self.layer.hidden_size) + self.kv_values
 
 
 @dataclass(frozen=True)
@@ -232,8 +239,8 @@ def simulation_bytes(size: DrafterSize, work: Pass) -> float:
 
 
 def _batch_bytes(size: DrafterSize, work: Pass) -> float:
-    """Taps and last hidden states of a micro-batch, as they are stored."""
-    return work.tokens * (size.num_taps + 1) * size.layer.hidden_size * work.state_bytes
+    """What a micro-batch has of the target, as it is stored."""
+    return work.tokens * size.state_values * work.state_bytes
 
 
 def _q(layer: LayerShape) -> int:

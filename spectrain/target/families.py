@@ -56,6 +56,9 @@ class Family:
     layers: str = "layers"
     final_norm: str = "norm"
     lm_heads: tuple[str, ...] = ("lm_head.weight", "language_model.lm_head.weight")
+    # Its decoder hands out the keys and values of the last layer of each kind that makes its own (``shared_kv_states``
+    # of transformers), which later layers and an assistant read.
+    hands_out_kv: bool = False
 
 
 _PLAIN = Family()
@@ -92,7 +95,7 @@ FAMILIES: dict[str, Family] = {
     "gemma2": _GEMMA_CAPPED,
     "gemma3_text": _GEMMA_CAPPED,
     # Gemma-4 went back to storing the whole gain.
-    "gemma4_text": Family(embed_scale=SQRT_HIDDEN, soft_cap="final_logit_softcapping"),
+    "gemma4_text": Family(embed_scale=SQRT_HIDDEN, soft_cap="final_logit_softcapping", hands_out_kv=True),
     "cohere": _COHERE,
     "cohere2": _COHERE,
     "granite": _GRANITE,

@@ -9,6 +9,7 @@ the final norm.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ from spectrain.target.checkpoint import CheckpointReader
 from spectrain.target.cpu_kernels import linear
 from spectrain.target.families import Family, HeadMath, head_math
 from spectrain.target.quantization import Quantization, full_precision, quantization_of
-from spectrain.target.spec import load_config
+from spectrain.target.spec import TargetSpec, load_config
 
 # Logits that log_normalizer holds at a time: 2²⁵ floats, 128 MiB.
 _CHUNK_LOGITS = 1 << 25
@@ -38,11 +39,19 @@ class TargetHead(nn.Module):
     _untied_weight: torch.Tensor | None
 
     def __init__(
-        self, math: HeadMath, embed_VH: torch.Tensor, norm_H: torch.Tensor, lm_head_VH: torch.Tensor | None
+        self,
+        math: HeadMath,
+        embed_VH: torch.Tensor,
+        norm_H: torch.Tensor,
+        lm_head_VH: torch.Tensor | None,
+        kv_sources: Mapping[str, int] | None = None,
     ) -> None:
-        """``lm_head_VH`` None: tied to the embeddings."""
+        """``lm_head_VH`` None: tied to the embeddings. ``kv_sources``: as ``TargetSpec.kv_sources``, of a target that
+        hands out keys and values.
+        """
         super().__init__()
         self.math = math
+        self.kv_sources: Mapping[str, int] = kv_sources or {}
         self.register_buffer("embed_weight", embed_VH, persistent=False)
         self.register_buffer("norm_weight", norm_H, persistent=False)
         self.register_buffer("_untied_weight", lm_head_VH, persistent=False)
@@ -70,8 +79,10 @@ class TargetHead(nn.Module):
         Raises ``InputError`` that names the tensor if one is missing, and for a family whose facts are not known.
         """
         math, embed_VH, norm_H, lm_head_VH = _read_ends(folder, trust_remote_code)
+        shares = math.family.hands_out_kv
+        sources = TargetSpec.from_folder(folder, trust_remote_code).kv_sources() if shares else None
         own_head_VH = None if lm_head_VH is None else lm_head_VH.to(device, dtype)
-        return cls(math, embed_VH.to(device, dtype), norm_H.to(device, dtype), own_head_VH)
+        return cls(math, embed_VH.to(device, dtype), norm_H.to(device, dtype), own_head_VH, sources)
 
     @property
     def lm_head_weight(self) -> torch.Tensor:

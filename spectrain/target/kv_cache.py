@@ -36,8 +36,11 @@ CAPACITY_STEP = 64  # buffers hold a multiple of so many slots
 class TargetCache(Protocol):
     """Running a batch of texts through the target, a few tokens at a time."""
 
-    def forward(self, ids_BT: Tensor, lengths_B: Sequence[int], taps: Sequence[int]) -> TargetOutput:
+    def forward(
+        self, ids_BT: Tensor, lengths_B: Sequence[int], taps: Sequence[int], kv_layers: Sequence[int] = ()
+    ) -> TargetOutput:
         """Run the next tokens of every row; row b has ``lengths_B[b]``, the rest is padding whose outputs mean nothing.
+        ``kv_layers``: layers whose keys and values of these tokens are handed out, [B, G, T, d].
 
         All tokens enter tentatively: ``keep`` must follow before the next ``forward``.
         """
@@ -84,7 +87,9 @@ class SlotCache(Cache):
         """Where the tokens of the forward pass under way go."""
         return self._write
 
-    def forward(self, ids_BT: Tensor, lengths_B: Sequence[int], taps: Sequence[int]) -> TargetOutput:
+    def forward(
+        self, ids_BT: Tensor, lengths_B: Sequence[int], taps: Sequence[int], kv_layers: Sequence[int] = ()
+    ) -> TargetOutput:
         # Padding is written too: beyond its row's length, where nothing looks before real tokens have overwritten it.
         width, device = ids_BT.shape[1], self._target.device
         start_B1 = torch.tensor(self._lengths, device=device)[:, None]
@@ -93,11 +98,21 @@ class SlotCache(Cache):
         self._write = SlotWrite(positions_BT, shared_start, visible=max(self._lengths) + width)
         mask: Any = self._masks.build(positions_BT, self._write.visible)
         if len(set(lengths_B)) > 1 and takes_ragged_rows(self._target.model):
-            return self._forward_ragged(ids_BT, positions_BT, lengths_B, mask, taps)
-        return self._target.run(ids_BT, positions_BT, attention_mask=mask, past_key_values=self, tap_ids=taps)
+            output = self._forward_ragged(ids_BT, positions_BT, lengths_B, mask, taps, kv_layers)
+        else:
+            output = self._target.run(
+                ids_BT, positions_BT, attention_mask=mask, past_key_values=self, tap_ids=taps, kv_layers=kv_layers
+            )
+        return output if output.target_kv is None else _with_new_slots(output, positions_BT)
 
     def _forward_ragged(
-        self, ids_BT: Tensor, positions_BT: Tensor, lengths_B: Sequence[int], mask: Any, taps: Sequence[int]
+        self,
+        ids_BT: Tensor,
+        positions_BT: Tensor,
+        lengths_B: Sequence[int],
+        mask: Any,
+        taps: Sequence[int],
+        kv_layers: Sequence[int],
     ) -> TargetOutput:
         """The real tokens alone, as one row; what comes out is laid back into the rectangle, zeros elsewhere."""
         batch, width = ids_BT.shape
@@ -106,10 +121,15 @@ class SlotCache(Cache):
         self._write = replace(self._write, places=rows.places_R, shared_start=None)
         with ragged_rows(rows):
             output = self._target.run(
-                rows.gather(ids_BT), rows.gather(positions_BT), attention_mask=mask, past_key_values=self, tap_ids=taps
+                rows.gather(ids_BT),
+                rows.gather(positions_BT),
+                attention_mask=mask,
+                past_key_values=self,
+                tap_ids=taps,
+                kv_layers=kv_layers,
             )
         taps_BTAH = None if output.taps_BSAH is None else rows.spread(output.taps_BSAH)
-        return TargetOutput(rows.spread(output.last_hidden_BSH), taps_BTAH, self)
+        return TargetOutput(rows.spread(output.last_hidden_BSH), taps_BTAH, self, output.target_kv)
 
     def keep(self, counts_B: Sequence[int]) -> None:
         self._lengths = [length + count for length, count in zip(self._lengths, counts_B, strict=True)]
@@ -198,6 +218,16 @@ def _written(buffer_BNCD: Tensor, new_BNTD: Tensor, write: SlotWrite) -> Tensor:
     return buffer_BNCD
 
 
+def _with_new_slots(output: TargetOutput, slots_BT: Tensor) -> TargetOutput:
+    """Of the keys and values that a cache showed, those of the pass: copies, as slots are overwritten later."""
+    rows_B1 = torch.arange(len(slots_BT), device=slots_BT.device)[:, None]
+    new = {
+        layer: (keys_BGCd[rows_B1, :, slots_BT].transpose(1, 2), values_BGCd[rows_B1, :, slots_BT].transpose(1, 2))
+        for layer, (keys_BGCd, values_BGCd) in (output.target_kv or {}).items()
+    }
+    return replace(output, target_kv=new)
+
+
 def _stacked(first_BNCD: Tensor, second_BNCD: Tensor) -> Tensor:
     """Rows of both, with the larger of their capacities."""
     batch, heads, capacity, dim = first_BNCD.shape
@@ -269,7 +299,11 @@ class SnapshotCache:
         self._target = target
         self._rows = [_SnapshotRow(target) for _ in range(batch_size)]
 
-    def forward(self, ids_BT: Tensor, lengths_B: Sequence[int], taps: Sequence[int]) -> TargetOutput:
+    def forward(
+        self, ids_BT: Tensor, lengths_B: Sequence[int], taps: Sequence[int], kv_layers: Sequence[int] = ()
+    ) -> TargetOutput:
+        if kv_layers:
+            raise ConfigError("the drafter reads keys and values of the target, whose recurrent layers have none")
         width = ids_BT.shape[1]
         outputs = [
             row.forward(ids_BT[b : b + 1, :length], taps)

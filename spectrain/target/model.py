@@ -5,12 +5,14 @@ That is ``hidden_states[k]`` of transformers for k < N; its ``hidden_states[N]``
 tap. Only the asked taps are copied, all layers are never held at once, and logits exist only for the positions somebody
 asks for: ``run`` stops at the final norm, ``logits`` does the rest.
 
-Shape suffixes: B batch, S columns, A taps, H hidden, V vocabulary.
+Shape suffixes: B batch, S columns, A taps, H hidden, V vocabulary, G key-value heads, C slots of a cache, d size of a
+head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import UserDict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from io import StringIO
@@ -42,12 +44,14 @@ class CannotLoadError(InputError):
 @dataclass(frozen=True)
 class TargetOutput:
     """What one forward pass leaves: ``last_hidden_BSH`` before the final norm, ``taps_BSAH`` in the order asked for
-    (None if none were).
+    (None if none were), and ``target_kv``, keys and values of the layers asked for as their attention reads them: those
+    of the pass [B, G, S, d], or with a cache all that it shows [B, G, C, d].
     """
 
     last_hidden_BSH: torch.Tensor
     taps_BSAH: torch.Tensor | None
     past_key_values: Any
+    target_kv: Mapping[int, tuple[torch.Tensor, torch.Tensor]] | None = None
 
 
 class TargetModel:
@@ -112,13 +116,18 @@ class TargetModel:
         attention_mask: torch.Tensor | dict[str, torch.Tensor] | None = None,
         past_key_values: Any = None,
         tap_ids: Sequence[int] = (),
+        kv_layers: Sequence[int] = (),
     ) -> TargetOutput:
         """One forward pass up to the input of the final norm.
 
         ``attention_mask`` is what transformers takes: [B, past + S] with 1 for real tokens, a 4-D mask, or one for each
         kind of layer; without one (and without a cache) positions that restart at 0 inside a row separate packed
-        documents. ``past_key_values`` is extended in place. ``ConfigError`` for a tap outside [0, N].
+        documents. ``past_key_values`` is extended in place. ``kv_layers``: layers (from 0) whose keys and values are
+        handed out. ``ConfigError`` for a tap outside [0, N], or a layer that hands out nothing.
         """
+        kinds = self._kinds_of(kv_layers)
+        shared: UserDict[str, tuple[torch.Tensor, torch.Tensor]] = UserDict()
+        sharing = {"shared_kv_states": shared} if kinds else {}
         with self._recording(input_ids_BS.shape, tap_ids) as record:
             self._decoder(
                 input_ids=input_ids_BS,
@@ -126,8 +135,23 @@ class TargetModel:
                 attention_mask=attention_mask,
                 past_key_values=past_key_values,
                 use_cache=past_key_values is not None,
+                **sharing,
             )
-        return TargetOutput(record.last_hidden_BSH, record.taps_BSAH, past_key_values)
+        target_kv = {layer: shared[kind] for layer, kind in kinds.items()} or None
+        return TargetOutput(record.last_hidden_BSH, record.taps_BSAH, past_key_values, target_kv)
+
+    def _kinds_of(self, kv_layers: Sequence[int]) -> dict[int, str]:
+        """Layer -> its kind, of layers that hand out keys and values."""
+        sources = self.spec.kv_sources() if self._math.family.hands_out_kv else {}
+        kinds = {layer: kind for kind, layer in sources.items() if layer in kv_layers}
+        missing = [layer for layer in kv_layers if layer not in kinds]
+        if missing:
+            which = f"only its layers {sorted(sources.values())} do" if sources else "none of its layers does"
+            raise ConfigError(
+                f"target of model type {self.spec.model_type!r}: layer {missing[0]} does not hand out its keys and "
+                f"values, {which}"
+            )
+        return kinds
 
     @torch.no_grad()
     def post_norm(self, last_hidden: torch.Tensor) -> torch.Tensor:

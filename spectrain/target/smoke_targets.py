@@ -29,8 +29,26 @@ _MIMO: dict[str, Any] = {
     "head_dim": 32,
     "max_position_embeddings": 1024,
 }
+# Its last layers read the keys of earlier ones, as in the E series: an assistant reads those of layers 2 and 3.
+_GEMMA4: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "global_head_dim": 64,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "sliding_window": 32,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": 0,
+    "final_logit_softcapping": None,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": True,
+}
 # Name -> family of ``tiny_targets.py`` and what its configuration has otherwise. MiMo's decoder is Qwen2's.
-TINY: dict[str, tuple[str, dict[str, Any]]] = {"mimo": ("qwen2", _MIMO)}
+TINY: dict[str, tuple[str, dict[str, Any]]] = {"mimo": ("qwen2", _MIMO), "gemma4": ("gemma4_text", _GEMMA4)}
 _ARCHITECTURES = {"mimo": "MiMoForCausalLM"}
 
 

@@ -76,6 +76,11 @@ class TargetSpec:
     # All fields of the language model's configuration, for what is built like its layers.
     fields: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     attention_entries: int | None = None  # of all layers' attention matrices; None: four ordinary ones a layer
+    kv_shapes: tuple[tuple[int, int], ...] = ()  # (key-value heads, size of a head) of each layer, where layers differ
+    shared_kv_layers: int = 0  # the last layers, which make no keys and values but read those of earlier ones
+    rope_by_kind: Mapping[str, dict[str, Any]] = field(
+        default_factory=dict
+    )  # of each kind of layer, where kinds differ
 
     @classmethod
     def from_config(cls, hf_config: Any, folder: Path | None = None) -> TargetSpec:
@@ -113,6 +118,9 @@ class TargetSpec:
             experts=_experts(text),
             fields=text.to_dict(),
             attention_entries=attention_entries(text, layer_types),
+            kv_shapes=_kv_shapes(text, layers),
+            shared_kv_layers=_first(text, ("num_kv_shared_layers",), 0),
+            rope_by_kind=_rope_by_kind(text),
         )
 
     @classmethod
@@ -142,6 +150,15 @@ class TargetSpec:
         if not is_longrope(self.rope_parameters):
             return None
         return max(max_length, int(self.rope_parameters["original_max_position_embeddings"]))
+
+    def kv_sources(self) -> dict[str, int]:
+        """Kind of layer -> the last layer of that kind that makes keys and values of its own, counted from 0."""
+        own = self.layer_types[: self.num_layers - self.shared_kv_layers]
+        return {kind: layer for layer, kind in enumerate(own)}
+
+    def kv_shape(self, layer: int) -> tuple[int, int]:
+        """(key-value heads, size of a head) of a layer, counted from 0."""
+        return self.kv_shapes[layer] if self.kv_shapes else (self.num_key_value_heads, self.head_dim)
 
     def default_taps(self) -> tuple[int, ...]:
         """The taps of EAGLE-3's reference code: residual stream after 2, N//2 and N−3 layers (N layers in all).
@@ -210,6 +227,13 @@ def _whole(text_config: Any, names: tuple[str, ...], default: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise InputError(f"config.json of the target: {names[0]} is {value!r:.60}, it must be a whole number above 0")
     return value
+
+
+def _kv_shapes(text_config: Any, num_layers: int) -> tuple[tuple[int, int], ...]:
+    if not getattr(text_config, "is_heterogeneous", False):
+        return ()
+    layers = (text_config.per_layer_config[layer] for layer in range(num_layers))
+    return tuple((int(layer.num_key_value_heads), int(layer.head_dim)) for layer in layers)
 
 
 def _experts(text_config: Any) -> Experts | None:
@@ -282,6 +306,12 @@ def _rope_parameters(text_config: Any) -> dict[str, Any]:
     if base is not None and (not isinstance(base, int | float) or isinstance(base, bool) or not 0 < base < math.inf):
         raise InputError(f"config.json of the target: rope_theta is {base!r:.60}, it must be a number above 0")
     return parameters
+
+
+def _rope_by_kind(text_config: Any) -> dict[str, dict[str, Any]]:
+    found = getattr(text_config, "rope_parameters", None) or {}
+    kinds = set(getattr(text_config, "layer_types", None) or ()) & set(found)
+    return {kind: dict(found[kind]) for kind in sorted(kinds) if isinstance(found[kind], Mapping)}
 
 
 def _dtype(hf_config: Any, text_config: Any) -> torch.dtype:

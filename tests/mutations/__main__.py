@@ -38,6 +38,7 @@ import decoding
 import drafters
 import engines
 import evaluation
+import gemma4
 import mtp
 import publishing
 import signals
@@ -52,6 +53,7 @@ COPIED, LINKED = ("spectrain", "tests"), ("conf", "data_gen", "recipes", "eval",
 TIMEOUT_S = 600
 AREAS = (
     *(autoregressive, mtp, block, drafters, decoding, data, engines, training, evaluation, stages, config, targets),
+    gemma4,
     publishing,
     signals,
 )

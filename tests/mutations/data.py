@@ -153,14 +153,14 @@ MUTATIONS = (
     ),
     Mutation(
         "one scale for a whole document in int8",
-        DATA + "hidden_states.py",
+        DATA + "state_types.py",
         "scale = x.float().abs().amax(dim=-1) / 127",
         "scale = (x.float().abs().amax() / 127).expand(x.shape[:-1])",
         (STORE,),
     ),
     Mutation(
         "int8 steps of 1/128",
-        DATA + "hidden_states.py",
+        DATA + "state_types.py",
         "scale = x.float().abs().amax(dim=-1) / 127",
         "scale = x.float().abs().amax(dim=-1) / 128",
         (STORE,),

@@ -12,15 +12,15 @@ MUTATIONS = (
     Mutation(
         "last hidden state replayed before the final norm",
         "spectrain/evaluation/replay.py",
-        "return read_hidden(drafter, self.target, self._output[0])",
-        "return self._output[0]",
+        "return read_hidden(drafter, self.target, self._output.last_hidden_BSH)",
+        "return self._output.last_hidden_BSH",
         (PARITY + "::test_a_drafter_that_reads_the_last_hidden_state_is_shown_it_in_replay",),
     ),
     Mutation(
         "near-ties of the target looked up one position late",
         "spectrain/evaluation/replay.py",
-        "self._output[0][0, position]",
-        "self._output[0][0, position + 1]",
+        "self._output.last_hidden_BSH[0, position]",
+        "self._output.last_hidden_BSH[0, position + 1]",
         ("tests/unit/test_parity.py",),
     ),
     Mutation(

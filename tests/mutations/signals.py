@@ -44,8 +44,8 @@ MUTATIONS = (
     Mutation(
         "a capture that goes on runs other batches",
         "spectrain/stages/capture.py",
-        "context.engine.capture(responses, context.taps, context.states_dtype, stored)",
-        "context.engine.capture(todo, context.taps, context.states_dtype, stored)",
+        "context.engine.capture(responses, context.taps, context.states_dtype, stored, layers)",
+        "context.engine.capture(todo, context.taps, context.states_dtype, stored, layers)",
         (f"{STOPS}::test_every_stage_of_a_run",),
     ),
     Mutation(

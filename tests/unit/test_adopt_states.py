@@ -15,11 +15,12 @@ import pytest
 import torch
 from drafter_tools import HIDDEN, VOCAB, head_reference, random_head
 
-from spectrain.data.hidden_states import StoredHiddenStates, StoreMeta, TargetStates, as_stored
+from spectrain.data.hidden_states import StoredHiddenStates, StoreMeta, TargetStates
 from spectrain.data.hidden_states_shard import ShardBuffer
 from spectrain.data.hidden_states_writer import HiddenStatesWriter
 from spectrain.data.prompts import Conversation
 from spectrain.data.responses import Response, Sampling
+from spectrain.data.state_types import as_stored
 from spectrain.engines.vllm.adopt_states import META, Adopter, AdoptionThread, Session, has_leftovers
 from spectrain.engines.vllm.shard_thread import CopiedDocument, ShardWriter
 from spectrain.errors import RunError

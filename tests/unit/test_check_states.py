@@ -12,7 +12,8 @@ from tiny import tiny_target
 
 from spectrain.config.schema import EngineConfig
 from spectrain.config.target_schema import TargetConfig
-from spectrain.data.hidden_states import TargetStates, as_stored
+from spectrain.data.hidden_states import TargetStates
+from spectrain.data.state_types import as_stored
 from spectrain.engines.check_states import CheckDocument, SelfCheck
 from spectrain.errors import RunError
 from spectrain.target.model import TargetModel

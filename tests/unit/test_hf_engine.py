@@ -13,9 +13,10 @@ from tiny import CONFIGS, tiny_target
 
 from spectrain.config.schema import EngineConfig
 from spectrain.config.target_schema import TargetConfig
-from spectrain.data.hidden_states import TargetStates, as_stored
+from spectrain.data.hidden_states import TargetStates
 from spectrain.data.prompts import Conversation
 from spectrain.data.responses import Response, Sampling
+from spectrain.data.state_types import as_stored
 from spectrain.engines import hf
 from spectrain.engines.check_states import check_states
 from spectrain.engines.hf import HFEngine

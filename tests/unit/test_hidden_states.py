@@ -17,17 +17,9 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from spectrain.data.hidden_states import (
-    STATE_DTYPES,
-    StoredHiddenStates,
-    StoreMeta,
-    TargetStates,
-    as_stored,
-    bytes_per_token,
-    dequantize,
-    quantize,
-)
+from spectrain.data.hidden_states import StoredHiddenStates, StoreMeta, TargetStates, bytes_per_token
 from spectrain.data.hidden_states_writer import HiddenStatesWriter
+from spectrain.data.state_types import STATE_DTYPES, as_stored, dequantize, quantize
 from spectrain.errors import InputError, RunError
 
 HIDDEN, LAYERS, TAPS = 16, 4, (0, 3)

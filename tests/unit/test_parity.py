@@ -169,6 +169,7 @@ class HiddenReader:
     """
 
     taps: tuple[int, ...] = ()
+    kv_layers: tuple[int, ...] = ()
     reads_last_hidden = True
 
     def __init__(self, family: Family) -> None:

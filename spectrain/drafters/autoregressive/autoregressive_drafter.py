@@ -32,12 +32,14 @@ from spectrain.decoding.sampling import SamplingParams, sample, truncated_log_pr
 from spectrain.drafters.autoregressive.unroll import (
     AutoregressiveBody,
     Columns,
+    UnrolledOutputs,
     align_to_teachers,
     token_embedding,
 )
 from spectrain.drafters.drafter import Drafter, DraftScores, KeyValueCache, draft_uniforms
 from spectrain.drafters.layers import Rotary
 from spectrain.drafters.losses import LossSums, draft_loss
+from spectrain.drafters.losses.students import Teacher
 from spectrain.drafters.registry import BatchSize, CorpusSize, DrafterMethod, TrainingCost, TrainingRows
 from spectrain.drafters.teacher_forced import accept_probability
 from spectrain.target.cpu_kernels import linear
@@ -72,6 +74,14 @@ class AutoregressiveDrafter(Drafter):
     def draft_steps(self, cache: Any, anchor_B: Tensor, n: int) -> Steps:
         """The n steps of a draft behind the committed ``anchor_B``. The cache is as before when they are done."""
 
+    def draft_logits(self, hidden: Tensor) -> Tensor:
+        """Logits [..., D] that drafts are chosen by, of normed outputs [..., H]."""
+        return linear(hidden, self.lm_head_DH.to(hidden.dtype))
+
+    def extra_loss(self, students: UnrolledOutputs, teacher: Teacher) -> Tensor | None:
+        """What a kind adds to the loss, a sum over positions with the students' weights."""
+        return None
+
     @property
     def training_steps(self) -> int:
         return self.config.autoregressive.ttt_steps
@@ -81,14 +91,18 @@ class AutoregressiveDrafter(Drafter):
         hidden_KMH = self.unroll(batch, columns)
         weight_KM = columns.weights(self.config.autoregressive.step_decay)
         students = align_to_teachers(hidden_KMH, weight_KM, columns, batch.num_tokens)
+        teacher = self.teacher(batch, students.teacher_U)
         sums = draft_loss(
             students.hidden_KUH,
             self.lm_head_DH,
-            self.teacher(batch, students.teacher_U),
+            teacher,
             self.target_to_draft_V[batch.input_ids_T[students.teacher_U + 1]],
             students.weight_KU,
             self.loss,
         )
+        extra = self.extra_loss(students, teacher)
+        if extra is not None:
+            sums.loss = sums.loss + extra
         if len(columns.query_M) == 0:
             # Every parameter must still have a gradient, or data-parallel ranks with text would wait for this one for
             # ever.
@@ -110,6 +124,7 @@ class AutoregressiveDrafter(Drafter):
             self.vocab if self.shape.owns_head else None,
             sampling,
             draft_sampling,
+            self.draft_logits,
         )
         # Back from teachers to anchors: slot k of the anchor at t + 1 asked the teacher at t + 1 + k.
         index_T = torch.zeros(batch.num_tokens + num_tokens, dtype=torch.long, device=columns.query_M.device)
@@ -131,7 +146,7 @@ class AutoregressiveDrafter(Drafter):
         steps = self.draft_steps(cache, anchor_B, n)
         ids, log_probs = [], []
         for k, normed_BH in enumerate(steps):
-            logits_BD = at_least_float32(linear(normed_BH, self.lm_head_DH.to(normed_BH.dtype)))
+            logits_BD = at_least_float32(self.draft_logits(normed_BH))
             if uniforms_Bn is None:
                 draft_B = logits_BD.argmax(-1)
             else:

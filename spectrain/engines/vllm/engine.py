@@ -91,9 +91,10 @@ class VLLMEngine:
         tap_ids: Sequence[int],
         states_dtype: str = "float32",
         stored: Collection[str] = (),
+        kv_layers: Sequence[int] = (),
     ) -> Iterator[TargetStates]:
-        """See ``Engine.capture``. The row of a document's last token is zeros. A store is filled faster by
-        ``VLLMCapture.shards``.
+        """See ``Engine.capture``; there are no ``kv_layers`` to be had from vLLM. The row of a document's last token is
+        zeros. A store is filled faster by ``VLLMCapture.shards``.
         """
         missing = [response for response in responses if response.key not in stored]
         with tempfile.TemporaryDirectory(prefix="spectrain-states-") as folder:
