@@ -64,6 +64,9 @@ class Zero(Strategy):
             self._copy = WholeCopy(self.drafter)
         self._flat = _Flat(self.drafter)
         self.optimizers = build_optimizers(self.drafter, self.config)
+        warnings.filterwarnings(
+            "ignore", category=FutureWarning, module="torch.distributed"
+        )  # what DeepSpeed calls there
         with _quiet(), _local_rank(self.accelerator.local_process_index, self.accelerator.device):
             import deepspeed  # type: ignore[import-untyped,import-not-found,unused-ignore]
 
@@ -71,8 +74,7 @@ class Zero(Strategy):
             self.engine, *_ = deepspeed.initialize(
                 model=self._flat, optimizer=self.optimizers[0], config=self._settings(), dist_init_required=False
             )
-        if before:
-            self._place(before)
+        self._place(before)
 
     def _settings(self) -> dict[str, Any]:
         config = self.config
@@ -118,19 +120,19 @@ class Zero(Strategy):
         from deepspeed.utils import safe_get_full_optimizer_state  # type: ignore
 
         state, writes = TrainingState(), self.accelerator.is_main_process
-        steps = [moments[_STEP] for moments in self._partitioned().state.values() if _STEP in moments]
+        step = max(moments[_STEP] for moments in self._partitioned().state.values())
         kind = type(self.optimizers[0]).__name__
         for (name, parameter), weight in zip(self.drafter.named_parameters(), self._weights(), strict=True):
             if writes:
                 state.weights[name] = on_host(weight)
-            if not parameter.requires_grad or not steps:
+            if not parameter.requires_grad:
                 continue
             for key in _MOMENTS:
                 whole = safe_get_full_optimizer_state(parameter, key)
                 if writes:
                     state.moments[f"{kind}/{name}/{key}"] = on_host(whole)
             if writes:
-                state.moments[f"{kind}/{name}/{_STEP}"] = on_host(steps[0])
+                state.moments[f"{kind}/{name}/{_STEP}"] = on_host(step)
         return state
 
     def _partitioned(self) -> torch.optim.Optimizer:
@@ -138,7 +140,10 @@ class Zero(Strategy):
         return self.engine.optimizer.optimizer
 
     def _place(self, moments: dict[str, dict[str, Tensor]]) -> None:
-        """Put whole moments of every parameter into this rank's partitions."""
+        """Put whole moments of every parameter into this rank's partitions; where there are none yet, zeros.
+
+        Without that DeepSpeed would make them group by group in its first step, and know of the first group's alone.
+        """
         from deepspeed.utils import (
             safe_set_full_optimizer_state,
             safe_set_local_optimizer_state,
@@ -146,12 +151,12 @@ class Zero(Strategy):
 
         zero = self.engine.optimizer
         flat = zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
-        step = next(iter(moments.values()))[_STEP]
+        step = next(iter(moments.values()))[_STEP] if moments else torch.zeros(())
         for partition in flat:
             zeros = {key: torch.zeros_like(partition) for key in _MOMENTS}
-            self._partitioned().state[partition] = {_STEP: step.clone(), **zeros}
+            self._partitioned().state[partition] = {_STEP: step.to(partition.device, copy=True), **zeros}
         if self.stage < 3:
-            zero._lazy_init_hp_params_optimizer_state()  # lets it know of them, as its first step would
+            zero._lazy_init_hp_params_optimizer_state()
         rank, count = self.accelerator.process_index, self.accelerator.num_processes
         for name, parameter in self.drafter.named_parameters():
             for key in _MOMENTS if name in moments else ():
