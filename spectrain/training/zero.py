@@ -34,6 +34,7 @@ from spectrain.training.strategies import (
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, beside the number of its steps
 _STEP = "step"
+_LOCAL_RANK = "LOCAL_RANK"
 
 
 class _Flat(nn.Module):
@@ -67,7 +68,11 @@ class Zero(Strategy):
         warnings.filterwarnings(
             "ignore", category=FutureWarning, module="torch.distributed"
         )  # what DeepSpeed calls there
-        with _quiet(), _local_rank(self.accelerator.local_process_index, self.accelerator.device):
+        # DeepSpeed reads the device's number from a launcher's variable, again and again; ``joined`` has taken it away.
+        os.environ[_LOCAL_RANK] = str(self.accelerator.local_process_index)
+        if self.accelerator.device.type == "cpu":
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        with _quiet():
             import deepspeed  # type: ignore[import-untyped,import-not-found,unused-ignore]
 
             self._deepspeed = deepspeed
@@ -168,6 +173,9 @@ class Zero(Strategy):
                 padded = torch.nn.functional.pad(value.flatten(), (0, part * count - value.numel()))
                 safe_set_local_optimizer_state(parameter, padded[rank * part : (rank + 1) * part], key)
 
+    def end(self) -> None:
+        os.environ.pop(_LOCAL_RANK, None)
+
 
 @contextmanager
 def _quiet() -> Iterator[None]:
@@ -176,15 +184,3 @@ def _quiet() -> Iterator[None]:
         warnings.simplefilter("ignore")
         yield
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-
-
-@contextmanager
-def _local_rank(index: int, device: torch.device) -> Iterator[None]:
-    """DeepSpeed reads the device from a launcher's variables, which ``joined`` has taken away."""
-    if device.type == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    os.environ["LOCAL_RANK"] = str(index)
-    try:
-        yield
-    finally:
-        del os.environ["LOCAL_RANK"]
