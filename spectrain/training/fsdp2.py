@@ -9,6 +9,7 @@ are never kept.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import cast
@@ -50,6 +51,8 @@ class Fsdp2(DataParallel):
         self.drafter.to(device)
         share_weights(self.drafter)
         self._copy = WholeCopy(self.drafter)
+        # Keys and values that a layer returns are views; nobody changes them in place.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         mesh = init_device_mesh(device.type, (self.accelerator.num_processes,))
         for layer in sharded_layers(self.drafter):
             fully_shard(layer, mesh=mesh)

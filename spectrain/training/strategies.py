@@ -74,6 +74,10 @@ class Strategy(ABC):
     def state(self) -> TrainingState:
         """Copies that training does not change any more; called by all ranks unless the strategy ``saves_alone``."""
 
+    @abstractmethod
+    def end(self) -> None:
+        """Training is over; nothing of an engine is left to what comes after it."""
+
 
 class DataParallel(Strategy):
     """Every rank holds everything and gradients are summed. One rank alone trains in this way, too."""
@@ -117,6 +121,9 @@ class DataParallel(Strategy):
         if not self.accelerator.is_main_process:
             return TrainingState()
         return TrainingState.of(self.drafter, self.optimizers)
+
+    def end(self) -> None:
+        pass
 
 
 def choose_strategy(drafter: Drafter, config: TrainerConfig, accelerator: Accelerator) -> Strategy:

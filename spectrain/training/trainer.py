@@ -162,6 +162,7 @@ class Trainer:
                 self._evaluate_and_save()
                 bar.advance(1, note=self._note(made))
             self.writer.finish()
+        self.strategy.end()
         self._calibrate(total)
         self.trackers.summarise({"fit": {**self.best, "steps": total, "loss": self.last_loss}}, total)
         self.trackers.finish()

@@ -34,6 +34,7 @@ from spectrain.training.strategies import (
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, beside the number of its steps
 _STEP = "step"
+_LOCAL_RANK = "LOCAL_RANK"
 
 
 class _Flat(nn.Module):
@@ -64,15 +65,21 @@ class Zero(Strategy):
             self._copy = WholeCopy(self.drafter)
         self._flat = _Flat(self.drafter)
         self.optimizers = build_optimizers(self.drafter, self.config)
-        with _quiet(), _local_rank(self.accelerator.local_process_index, self.accelerator.device):
+        warnings.filterwarnings(
+            "ignore", category=FutureWarning, module="torch.distributed"
+        )  # what DeepSpeed calls there
+        # DeepSpeed reads the device's number from a launcher's variable, again and again; ``joined`` has taken it away.
+        os.environ[_LOCAL_RANK] = str(self.accelerator.local_process_index)
+        if self.accelerator.device.type == "cpu":
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        with _quiet():
             import deepspeed  # type: ignore[import-untyped,import-not-found,unused-ignore]
 
             self._deepspeed = deepspeed
             self.engine, *_ = deepspeed.initialize(
                 model=self._flat, optimizer=self.optimizers[0], config=self._settings(), dist_init_required=False
             )
-        if before:
-            self._place(before)
+        self._place(before)
 
     def _settings(self) -> dict[str, Any]:
         config = self.config
@@ -118,19 +125,19 @@ class Zero(Strategy):
         from deepspeed.utils import safe_get_full_optimizer_state  # type: ignore
 
         state, writes = TrainingState(), self.accelerator.is_main_process
-        steps = [moments[_STEP] for moments in self._partitioned().state.values() if _STEP in moments]
+        step = max(moments[_STEP] for moments in self._partitioned().state.values())
         kind = type(self.optimizers[0]).__name__
         for (name, parameter), weight in zip(self.drafter.named_parameters(), self._weights(), strict=True):
             if writes:
                 state.weights[name] = on_host(weight)
-            if not parameter.requires_grad or not steps:
+            if not parameter.requires_grad:
                 continue
             for key in _MOMENTS:
                 whole = safe_get_full_optimizer_state(parameter, key)
                 if writes:
                     state.moments[f"{kind}/{name}/{key}"] = on_host(whole)
             if writes:
-                state.moments[f"{kind}/{name}/{_STEP}"] = on_host(steps[0])
+                state.moments[f"{kind}/{name}/{_STEP}"] = on_host(step)
         return state
 
     def _partitioned(self) -> torch.optim.Optimizer:
@@ -138,7 +145,10 @@ class Zero(Strategy):
         return self.engine.optimizer.optimizer
 
     def _place(self, moments: dict[str, dict[str, Tensor]]) -> None:
-        """Put whole moments of every parameter into this rank's partitions."""
+        """Put whole moments of every parameter into this rank's partitions; where there are none yet, zeros.
+
+        Without that DeepSpeed would make them group by group in its first step, and know of the first group's alone.
+        """
         from deepspeed.utils import (
             safe_set_full_optimizer_state,
             safe_set_local_optimizer_state,
@@ -146,12 +156,12 @@ class Zero(Strategy):
 
         zero = self.engine.optimizer
         flat = zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
-        step = next(iter(moments.values()))[_STEP]
+        step = next(iter(moments.values()))[_STEP] if moments else torch.zeros(())
         for partition in flat:
             zeros = {key: torch.zeros_like(partition) for key in _MOMENTS}
-            self._partitioned().state[partition] = {_STEP: step.clone(), **zeros}
+            self._partitioned().state[partition] = {_STEP: step.to(partition.device, copy=True), **zeros}
         if self.stage < 3:
-            zero._lazy_init_hp_params_optimizer_state()  # lets it know of them, as its first step would
+            zero._lazy_init_hp_params_optimizer_state()
         rank, count = self.accelerator.process_index, self.accelerator.num_processes
         for name, parameter in self.drafter.named_parameters():
             for key in _MOMENTS if name in moments else ():
@@ -163,6 +173,9 @@ class Zero(Strategy):
                 padded = torch.nn.functional.pad(value.flatten(), (0, part * count - value.numel()))
                 safe_set_local_optimizer_state(parameter, padded[rank * part : (rank + 1) * part], key)
 
+    def end(self) -> None:
+        os.environ.pop(_LOCAL_RANK, None)
+
 
 @contextmanager
 def _quiet() -> Iterator[None]:
@@ -171,15 +184,3 @@ def _quiet() -> Iterator[None]:
         warnings.simplefilter("ignore")
         yield
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-
-
-@contextmanager
-def _local_rank(index: int, device: torch.device) -> Iterator[None]:
-    """DeepSpeed reads the device from a launcher's variables, which ``joined`` has taken away."""
-    if device.type == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    os.environ["LOCAL_RANK"] = str(index)
-    try:
-        yield
-    finally:
-        del os.environ["LOCAL_RANK"]
