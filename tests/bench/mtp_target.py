@@ -31,7 +31,7 @@ from spectrain.target.smoke_targets import add_mtp_head, change_config
 from spectrain.target.spec import TargetSpec
 from spectrain.target.tiny_targets import CHAT_TEMPLATE, END_OF_TEXT, IM_END, IM_START
 
-VOCAB, HIDDEN, LAYERS, HELDOUT, DOCUMENTS = 2048, 192, 4, 64, 12
+VOCAB, HELDOUT, DOCUMENTS = 1024, 64, 12
 
 
 def main() -> None:
@@ -41,6 +41,8 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=6.0)
     parser.add_argument("--head-minutes", type=float, default=2.0)
     parser.add_argument("--questions", type=int, default=4000)
+    parser.add_argument("--hidden", type=int, default=192, help="a multiple of 64")
+    parser.add_argument("--layers", type=int, default=4)
     options = parser.parse_args()
 
     pairs = questions(Path(options.prompts), options.questions)
@@ -58,10 +60,10 @@ def main() -> None:
         "qwen2",
         **ids,
         vocab_size=len(tokenizer),
-        hidden_size=HIDDEN,
-        intermediate_size=3 * HIDDEN,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HIDDEN // 32,
+        hidden_size=options.hidden,
+        intermediate_size=3 * options.hidden,
+        num_hidden_layers=options.layers,
+        num_attention_heads=options.hidden // 32,
         num_key_value_heads=2,
         max_position_embeddings=512,
         tie_word_embeddings=True,
@@ -165,7 +167,7 @@ def train_head(model: Any, folder: Path, documents: Any, minutes: float) -> None
                 loss_mask_T=torch.cat([torch.ones(length, dtype=torch.bool) for length in lengths]),
                 position_ids_T=torch.cat([torch.arange(length) for length in lengths]),
                 document_ids_T=torch.repeat_interleave(torch.arange(len(batch)), torch.tensor(lengths)),
-                taps_TAH=torch.zeros(sum(lengths), 0, HIDDEN),
+                taps_TAH=torch.zeros(sum(lengths), 0, head.hidden_size),
                 last_hidden_TH=torch.cat([states["last"][row, :length] for row, length in enumerate(lengths)]),
                 log_normalizer_T=None,
             )
