@@ -21,7 +21,7 @@ from spectrain.target.resolve import known_dimensions
 from spectrain.target.tiny_targets import config_like
 
 ON_ONE_CPU = ("quickstart", "dflash_quickstart", "dspark_quickstart")
-_METHODS = ("eagle3", "dflash", "dflash2", "dspark")
+_METHODS = ("eagle3", "dflash", "dflash2", "dspark", "mtp")
 RECIPES = [name for name in group_options("recipe") if name.partition("_")[0] in _METHODS]
 
 
