@@ -49,6 +49,11 @@ class EngineConfig(Section, name="engine"):
     attention_backend: str | None = key(
         None, "vLLM: attention kernel, by vLLM's name; null: vLLM's own choice", example="FLASH_ATTN"
     )
+    drafter_attention_backend: str | None = key(
+        None,
+        "vLLM: attention kernel of the drafter, which vLLM never takes over from the target; null: vLLM's own choice",
+        example="TRITON_ATTN",
+    )
     enforce_eager: bool | None = key(None, "vLLM: no compiled graphs; null: eager on CPU, vLLM's own default elsewhere")
     args: dict[str, Any] = key(
         make=dict, help="vLLM: any other engine argument, by its name there", example="{max_num_batched_tokens: 8192}"
@@ -93,7 +98,9 @@ class EngineConfig(Section, name="engine"):
             f"engine.devices names {len(self.devices)} sets of devices for engine.replicas={self.replicas}: name one "
             f"for each",
         )
-        named = {"quantization": self.quantization, "attention_backend": self.attention_backend}
+        named = {
+            name: getattr(self, name) for name in ("quantization", "attention_backend", "drafter_attention_backend")
+        }
         for name, value in (*named.items(), *((f"args.{name}", value) for name, value in self.args.items())):
             refuse_dash(f"engine.{name}", value)
         for name in self.environment:

@@ -172,6 +172,7 @@ def _optional_text(record: dict[str, Any], name: str) -> str | None:
 
 
 def _text(value: object, place: str) -> str:
+    _refuse_images(value, place)
     text = _of_kind(value, str, place)
     _require(text.strip(), f"{place} is blank: give a text, or leave it out")
     # JSON can spell half of a surrogate pair, which no encoding can write and no tokenizer takes.
@@ -180,6 +181,17 @@ def _text(value: object, place: str) -> str:
         f"{place} holds half of a surrogate pair, which is not text",
     )
     return text
+
+
+def _refuse_images(value: object, place: str) -> None:
+    """Targets that see images are trained for on text alone: their language model is what drafters draft for."""
+    parts = value if isinstance(value, list) else []
+    kinds = [part.get("type") for part in parts if isinstance(part, dict)]
+    for kind in kinds:
+        _require(
+            kind in (None, "text"),
+            f"{place} holds a part of type {kind!r}: prompts are text alone, whatever the target sees; leave it out",
+        )
 
 
 _KINDS: dict[type, str] = {str: "a text", list: "a list", dict: "an object", int: "a number", float: "a number"}

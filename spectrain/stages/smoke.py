@@ -11,13 +11,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Set
 from dataclasses import fields, is_dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from spectrain.config.commands import Command
 from spectrain.config.schema import SpectrainConfig
 from spectrain.console import quiet_transformers, say
+from spectrain.drafters.registry import known_method
 from spectrain.errors import ConfigError
 from spectrain.files import digest_strings, replace_folder
 from spectrain.reading import understood
@@ -95,12 +95,18 @@ def smoke_config(
         value = _read(config, name)
         if name not in given and (value is not None or name in _NO_LIMIT):
             values[name] = most if value is None else min(value, most)
+    if config.target.tiny is not None:  # it makes itself, and is as small
+        for name in [name for name in values if name.startswith("target.")]:
+            del values[name]
+        return _with(config, {**values, "run.dir": run_dir})
     tiny = config_like(_architecture(config))
     if command.looks_only or dry_run:
         path = f"smoke/{config.target.name}"
         values["target.dimensions"] = {"of": path, "source": "tiny, made when it runs", "config": tiny.to_dict()}
     else:
-        path = str(_written(tiny, Path(run_dir).expanduser()))
+        method = known_method(config.drafter.method)
+        with_head = method is not None and method.serves_as_target  # the target's own, which is to be tuned
+        path = str(_written(tiny, Path(run_dir).expanduser(), with_head))
     small = _with(config, {**values, "run.dir": run_dir, "target.path": path})
     say(f"smoke run: {type(tiny).__name__.removesuffix('Config')} with {path}, random weights; it measures nothing")
     return small
@@ -123,15 +129,21 @@ def _architecture(config: SpectrainConfig) -> Any:
         return AutoConfig.for_model(**known)
 
 
-def _written(tiny: Any, run_dir: Path) -> Path:
+def _written(tiny: Any, run_dir: Path, mtp_head: bool) -> Path:
     """The folder of the tiny target, made once: the same architecture gives the same weights."""
+    from spectrain.target.smoke_targets import add_mtp_head
     from spectrain.target.tiny_targets import write_target
 
-    digest = digest_strings([tiny.to_json_string()])[:12]
+    def write(folder: Path) -> None:
+        write_target(tiny, folder)
+        if mtp_head:
+            add_mtp_head(folder)
+
+    digest = digest_strings([tiny.to_json_string(), mtp_head])[:12]
     folder = run_dir / f"{_FOLDER}-{digest}"
     if not folder.is_dir():
         run_dir.mkdir(parents=True, exist_ok=True)
-        replace_folder(folder, partial(write_target, tiny))
+        replace_folder(folder, write)
     return folder
 
 

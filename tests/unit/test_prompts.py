@@ -84,6 +84,10 @@ BROKEN = {
     "turn a number": (b'{"turns": ["a", 3]}', "turns[1] is a number instead of a text"),
     "turn null": (b'{"turns": [null]}', "turns[0] is null instead of a text"),
     "turn a message": (b'{"turns": [{"role": "user", "content": "a"}]}', "turns[0] is an object instead of a text"),
+    "an image": (
+        b'{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a.png"}}]}]}',
+        "messages[0].content holds a part of type 'image_url': prompts are text alone",
+    ),
     "turn blank": (b'{"turns": ["a", " \\n"]}', "turns[1] is blank"),
     "half a surrogate": (b'{"turns": ["\\ud83d"]}', "turns[0] holds half of a surrogate pair"),
     "misspelt field": (b'{"turn": ["a"]}', "unknown field 'turn': did you mean 'turns'?"),

@@ -15,12 +15,13 @@ from transformers import Qwen3Config
 
 from spectrain import cli
 from spectrain.config.commands import COMMANDS
-from spectrain.config.folders import group_options
+from spectrain.config.folders import group_options, shipped_folder
 from spectrain.config.loading import compose
 from spectrain.config.target_schema import TargetConfig
 from spectrain.drafters.registry import find_method
 from spectrain.stages import plan
 from spectrain.stages.checks import prepare, target_spec
+from spectrain.stages.recipe_table import markdown, recipe_rows, table_in
 from spectrain.target.resolve import TargetSource
 
 QWEN3_8B: dict[str, Any] = {
@@ -185,10 +186,10 @@ def test_figures_follow_the_block(qwen3_8b: Path) -> None:
 # --- with nothing here ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", group_options("recipe"))
-def test_every_recipe_plans_without_vllm_network_and_weights(
-    recipe: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def nothing_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No network, no cache of the Hub, no packages with weights, no vLLM."""
+
     def unreachable(*arguments: Any, **options: Any) -> Any:
         raise OSError("no network")
 
@@ -198,10 +199,76 @@ def test_every_recipe_plans_without_vllm_network_and_weights(
     for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "vllm", None)  # importing it, or looking for it, fails
+
+
+# Every kind of target and of hardware; the others compose and plan in test_every_recipe.
+@pytest.mark.parametrize(
+    "recipe", ["quickstart", *BLOCK, *QWEN3, "eagle3_qwen3", "dspark_kimi_k2_5", "dflash_gpt_oss_120b"]
+)
+def test_recipes_plan_without_vllm_network_and_weights(
+    recipe: str, capsys: pytest.CaptureFixture[str], nothing_here: None
+) -> None:
     out = dry_run(capsys, f"recipe={recipe}", "trainer.devices=8", "plan.device=mi300x")
     assert "planned by its dimensions" in out or "tiny target" in out  # which the recipe makes itself
     assert "memory of one rank of 8" in out
     assert "ddp fits one AMD Instinct MI300X" in out and "of 192 GB" in out
+
+
+def test_every_recipe(nothing_here: None) -> None:
+    """Each composes, has its file's name, plans from configurations alone, fits its hardware, and stands in the README
+    with just what the command lists.
+    """
+    rows = [*recipe_rows(shipped_only=True)]
+    assert len(rows) >= 40 and {row.recipe for row in rows} >= {"eagle3_qwen3", *QWEN3, *BLOCK}
+    for row in rows:
+        named = row.hardware != "CPU or one GPU"
+        assert row.disk and bool(row.hours) == named, row
+        assert bool(row.tau) == (row.recipe in ("quickstart", "dflash_quickstart")), row
+    readme = shipped_folder("recipes") / "README.md"  # type: ignore[operator]
+    assert table_in(readme.read_text(encoding="utf-8")) == markdown(rows), "run make recipes"
+
+
+@pytest.mark.parametrize("recipe", ["eagle3_minimax_m3_mxfp8", "dflash_qwen3_5_122b_a10b", "dspark_deepseek_v3_2"])
+def test_targets_and_drafters_fit_their_hardware(recipe: str, nothing_here: None) -> None:
+    config = compose([f"recipe={recipe}"])
+    assert config.run.name == recipe
+    context = prepare(config, COMMANDS["plan"], fetch=False)
+    numbers, device = plan.estimate(context), context.planned_device
+    assert device is not None
+    share = numbers.target_bytes / config.engine.tensor_parallel_size
+    assert share < 0.75 * device.memory_bytes  # of 85 %: the rest is for keys and values
+    assert numbers.train_bytes < 0.9 * device.memory_bytes
+    spec = context.spec
+    spread = {"eagle3": [2, spec.num_layers // 2, spec.num_layers - 3]}.get(config.drafter.method)
+    last = spec.num_layers - 2
+    assert [*context.taps] == (spread or [round(2 + i * (last - 2) / 4) for i in range(5)])
+
+
+def test_plans_for_more_prompts_than_there_are(qwen3_8b: Path) -> None:
+    """Twice the prompts of data: twice the tokens, bytes and seconds of what grows with them; the drafter stays."""
+    _, one = estimate("dflash_qwen3", qwen3_8b)
+    context, two = estimate("dflash_qwen3", qwen3_8b, "plan.prompts=680")
+    assert (two.documents, two.drafter_parameters) == (2 * one.documents, one.drafter_parameters)
+    assert two.tokens == pytest.approx(2 * one.tokens, abs=1)
+    assert two.states_bytes == pytest.approx(2 * one.states_bytes, abs=1)
+    speed = plan.MachineSpeed(1e12, 1e11)
+    assert plan.stage_seconds(context, two, speed)["fit"] == pytest.approx(
+        2 * plan.stage_seconds(context, one, speed)["fit"], rel=1e-6
+    )
+
+
+def test_the_list_of_recipes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The user's own are listed, too; words choose."""
+    own = tmp_path / "recipes" / "recipe"
+    own.mkdir(parents=True)
+    (own / "mine.yaml").write_text(
+        "# @package _global_\ndefaults:\n  - override /target: qwen3_4b\n  - override /method: dspark\n"
+        "  - override /hardware: mi355x_8\nrun:\n  name: mine\n"
+    )
+    assert cli.main(["recipes", "mine"]) == 0
+    out = capsys.readouterr().out
+    assert "Qwen3-4B" in out and "DSpark" in out and "8 × MI355X" in " ".join(out.split())
+    assert "quickstart" not in out
 
 
 def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:

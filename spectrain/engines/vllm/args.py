@@ -81,6 +81,9 @@ def engine_args(
         extra: what the purpose asks for (``speculative_config``, ``kv_transfer_config`` …).
     """
     given = {**_without_secrets(config.args), **(extra or {})}
+    speculation, backend = given.get("speculative_config"), config.drafter_attention_backend
+    if backend is not None and isinstance(speculation, Mapping) and "model" in speculation:
+        given["speculative_config"] = {"attention_backend": backend, **speculation}
     args: dict[str, Any] = {
         "model": str(folder),
         "dtype": dtype_argument(target.dtype, Path(folder), config.quantization),
