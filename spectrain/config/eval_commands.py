@@ -52,7 +52,7 @@ _PARITY = replace(
 _SWEEP = replace(
     EVAL,
     name="eval sweep",
-    summary="measure methods, numbers of drafts, suites and concurrencies, and recommend",
+    summary="measure methods and numbers of drafts over suites, and recommend",
     detail="Measures every combination of methods, numbers of drafts, suites, concurrencies, temperatures and lengths "
     "of context, a file each, and says which method and number of drafts to serve with, what another costs, and where "
     "speculation does not pay. Goes on where it was stopped.",
@@ -73,7 +73,7 @@ _SWEEP = replace(
 _SIMULATE = replace(
     EVAL,
     name="eval simulate",
-    summary="simulate a drafter on stored answers: acceptance for every number of drafts",
+    summary="simulate acceptance on stored answers, for every number of drafts",
     detail="Computes, without decoding, the acceptance that a drafter would have on the run's stored answers: for "
     "every number of drafts, by position, by kind of text, by place in the answer and by length of context.",
     function="spectrain.stages.eval_simulate:simulate_answers",

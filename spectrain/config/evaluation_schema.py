@@ -167,9 +167,6 @@ class SuiteConfig(Section, name="suite"):
     def _check(self) -> None:
         require_name("suite.name", self.name)
         require(
-            not self.hub or self.turns, 'suite.hub needs suite.turns: say how a row becomes a prompt, as ["{question}"]'
-        )
-        require(
             self.grading == "none" or not self.hub or self.answer,
             f"suite.grading={self.grading} needs suite.answer: name the column with the right answer",
         )

@@ -17,7 +17,7 @@ from typing import Any
 
 from spectrain.config.evaluation_schema import SuiteConfig
 from spectrain.data.prompts import Conversation
-from spectrain.errors import InputError
+from spectrain.errors import ConfigError, InputError
 
 _COLUMN = re.compile(r"\{([\w|]+)\}")
 _FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
@@ -26,9 +26,13 @@ _FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "c
 def hub_prompts(config: SuiteConfig) -> list[Conversation]:
     """A conversation a row, with the right answer as its ``answers`` where the suite has one.
 
-    Raises InputError for a source that cannot be reached or read, for a column that is not there, and for a row without
+    Raises ConfigError for a suite without a form, InputError for a source that cannot be reached or read, for a column that is not there, and for a row without
     a text.
     """
+    if not config.turns:
+        raise ConfigError(
+            "suite.hub needs suite.turns: say how a row becomes a prompt, as in 'suite.turns=[\"{question}\"]'"
+        )
     return [
         _conversation(config, row, number, category)
         for category, rows in _tables(config)

@@ -31,9 +31,10 @@ class SimulatedText:
 
 @dataclass(frozen=True)
 class Figures:
-    """One line of a table."""
+    """One line of a table. first: of a range of tokens, its first one."""
 
     name: str
+    first: int | None
     texts: int
     rounds: int
     acceptance_length: float | None
@@ -41,11 +42,12 @@ class Figures:
     acceptance_per_position: tuple[float | None, ...]
 
 
-def figures(name: str, rounds_per_text: Sequence[Sequence[Round]], n: int) -> Figures:
+def figures(name: str, rounds_per_text: Sequence[Sequence[Round]], n: int, first: int | None = None) -> Figures:
     """Acceptance of these rounds of each text."""
     stats = acceptance(rounds_per_text, n)
     return Figures(
         name,
+        first,
         sum(bool(rounds) for rounds in rounds_per_text),
         stats.rounds,
         stats.acceptance_length if stats.rounds else None,
@@ -73,7 +75,7 @@ def _by(texts: Sequence[SimulatedText], n: int, kind: Callable[[SimulatedText, R
     found = []
     for name in sorted(parts):
         label = name if isinstance(name, str) else f"{name[0]}–{name[1]}" if name[1] else f"{name[0]} and more"
-        found.append(figures(label, parts[name], n))
+        found.append(figures(label, parts[name], n, None if isinstance(name, str) else name[0]))
     return found
 
 

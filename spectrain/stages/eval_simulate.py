@@ -27,6 +27,7 @@ from spectrain.drafters.drafter import Drafter
 from spectrain.drafters.drafter_folder import read_method
 from spectrain.drafters.serving_config import drafter_digest
 from spectrain.errors import InputError
+from spectrain.evaluation.report.simulation_plots import simulation_drawings
 from spectrain.evaluation.report.tables import interval_text, number, share_text
 from spectrain.evaluation.simulation_tables import Figures, SimulatedText, as_json, figures, tables
 from spectrain.files import with_digest, write_atomically
@@ -82,6 +83,8 @@ def simulate_answers(context: Context) -> float | None:
     }
     file = context.run_dir.eval / "simulation" / f"{method}-n{n}-t{config.decoding.temperature:g}.json"
     write_atomically(file, json.dumps(with_digest(written), indent=2, ensure_ascii=False) + "\n", "a simulation")
+    for drawing in simulation_drawings(method, whole, parts, simulated.length_by_n):
+        drawing.write(file.parent)
     stdout.print(_table(whole, parts, simulated.length_by_n))
     say(f"simulate: {len(texts)} answers in {seconds:.1f} s, {file}")
     return whole.acceptance_length

@@ -129,6 +129,7 @@ def test_simulation_is_what_the_loop_measures(run_dir, capsys):
     assert found["acceptance_length_by_n"][measured.num_speculative_tokens - 1] == pytest.approx(
         measured.acceptance_length
     )
+    assert {"eagle3-drafts.svg", "eagle3-drafts.png"} <= {path.name for path in file.parent.iterdir()}
     for lines in found["parts"].values():
         assert sum(line["rounds"] for line in lines) == measured.rounds
     # Without the stored hidden states they are computed, and nothing changes.

@@ -12,7 +12,7 @@ import pytest
 from spectrain.config.evaluation_schema import SuiteConfig
 from spectrain.config.loading import compose
 from spectrain.data.prompts import Conversation
-from spectrain.errors import InputError
+from spectrain.errors import ConfigError, InputError
 from spectrain.evaluation.suites import lengthened, load_suite, right_answers, source_size
 
 
@@ -145,6 +145,11 @@ def test_what_a_source_lacks_is_named(tmp_path, keys, named):
     write(tmp_path / "rows.jsonl", [{"q": "why?"}])
     with pytest.raises(InputError, match=named):
         load_suite(hub_suite(tmp_path, **keys), [], [])
+
+
+def test_a_data_set_needs_a_form(tmp_path):
+    with pytest.raises(ConfigError, match=r"suite\.turns"):
+        load_suite(hub_suite(tmp_path), [], [])
 
 
 def test_a_file_stands_for_the_hub(tmp_path):
