@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 
+_THOUSANDS = re.compile(r"-?\d{1,3}(,\d{3})+(\.\d+)?")
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
 
 
@@ -18,7 +19,17 @@ def is_right(answer: str, right: str, grading: str) -> bool:
     solution (GSM8K's ends with ``#### 42``).
     """
     given = _final(answer, grading)
-    return given is not None and _plain(given) == _plain(_final(right, grading) or right)
+    return given is not None and _plain(given) == _plain(_expected(right, grading))
+
+
+def _expected(right: str, grading: str) -> str:
+    """What a right answer, or a whole solution, says the answer is."""
+    if "####" in right:
+        return right.rpartition("####")[2]
+    boxed = last_boxed(right)
+    if boxed is not None:
+        return boxed
+    return (_final(right, grading) or right) if grading == "number" else right
 
 
 def _final(text: str, grading: str) -> str | None:
@@ -55,6 +66,6 @@ def _plain(text: str) -> str | float:
     try:
         if fraction and int(fraction.group(2)):
             return int(fraction.group(1)) / int(fraction.group(2))
-        return float(text.replace(",", ""))
+        return float(text.replace(",", "") if _THOUSANDS.fullmatch(text) else text)
     except ValueError:
         return text

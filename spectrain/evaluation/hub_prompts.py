@@ -26,8 +26,8 @@ _FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "c
 def hub_prompts(config: SuiteConfig) -> list[Conversation]:
     """A conversation a row, with the right answer as its ``answers`` where the suite has one.
 
-    Raises ConfigError for a suite without a form, InputError for a source that cannot be reached or read, for a column that is not there, and for a row without
-    a text.
+    Raises ConfigError for a suite without a form; InputError for a source that cannot be reached or read, for a column
+    that is not there, and for a row without a text.
     """
     if not config.turns:
         raise ConfigError(

@@ -20,6 +20,7 @@ from spectrain.evaluation.grading import is_right, last_boxed
         (r"\boxed{\frac{1}{2}}", r"\dfrac{1}{2}", "boxed", True),
         (r"\boxed{0.5}", r"\frac{1}{2}", "boxed", True),
         (r"\boxed{ \left( 3, \frac{\pi}{2} \right) }", r"(3,\frac{\pi}{2})", "boxed", True),
+        (r"\boxed{3, 4}", "34", "boxed", False),
         (r"\boxed{x^2}", "x^3", "boxed", False),
         (r"\boxed{\text{Evelyn}}", "Evelyn", "boxed", True),
         (r"\boxed{-7}", "7", "boxed", False),
