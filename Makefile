@@ -9,6 +9,7 @@
 #              should notice (tests/mutations). All of them take about six minutes; see PART and SAMPLE
 # make recipes  the table of recipes/README.md, anew
 # make smoke   every recipe from end to end on a tiny target of its architecture; SAMPLE: only so many
+# make results  a sweep of methods and numbers of drafts on SmolLM2, into eval/results; SUITES and PROMPTS say of what
 # make bench   speed and memory against plain reference implementations
 #
 # PYTHON       the interpreter that makes .venv (3.11 or newer)
@@ -19,6 +20,8 @@
 PYTHON ?= python3
 TORCH_INDEX ?=
 RUN_DIR ?= runs/quickstart
+SUITES ?= heldout,varied
+PROMPTS ?= 6
 
 BIN := .venv/bin
 READY := .venv/.ready
@@ -28,7 +31,7 @@ TORCH := torch==2.13.0
 # One thread a process: the tests are many and small.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: setup vllm deepspeed demo test lint unit test-fast mutations recipes smoke bench clean
+.PHONY: setup vllm deepspeed demo results test lint unit test-fast mutations recipes smoke bench clean
 
 setup: $(READY)
 
@@ -74,6 +77,15 @@ unit: vllm deepspeed
 
 test-fast: setup
 	$(PYTEST) -n 2 --dist loadfile -m "not slow and not vllm" tests/unit tests/equivalence
+
+# A sweep on SmolLM2 with the drafter of RUN_DIR (`make demo` trains one), and its table, records and pictures in eval/results.
+# Goes on where it was stopped.
+results: setup
+	$(BIN)/python -m spectrain eval sweep run.dir=$(RUN_DIR) 'sweep.suites=[$(SUITES)]' 'sweep.num_speculative_tokens=[1,3]' \
+	    'sweep.methods=[eagle3,ngram,suffix,none]' suite.max_prompts=$(PROMPTS) suite.max_new_tokens=32
+	rm -rf eval/results/cells && mkdir -p eval/results/cells
+	cp $(RUN_DIR)/eval/sweep/*.json eval/results/cells/
+	cp $(RUN_DIR)/eval/sweep/summary/* eval/results/
 
 mutations: setup
 	$(BIN)/python tests/mutations --jobs 2 $(if $(SAMPLE),--sample $(SAMPLE)) $(if $(PART),"$(PART)")

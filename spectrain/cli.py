@@ -77,7 +77,8 @@ def _parser() -> _Parser:
     subparsers = parser.add_subparsers(dest="command", parser_class=_Parser)
     for command in COMMANDS.values():
         subparser = subparsers.add_parser(command.name, **settings)
-        for option in command.options:
+        options = {option.flag: option for each in (command, *command.words) for option in each.options}
+        for option in options.values():
             how: dict[str, Any] = {"action": "store_true"} if option.read is None else {"type": option.read}
             subparser.add_argument(option.flag, default=option.default or (None if option.read else False), **how)
     return parser
@@ -108,8 +109,16 @@ def parse(arguments: Sequence[str]) -> CommandLine:
     if command is not None and command.words:
         words = {word.name.split()[-1]: word for word in command.words}
         for argument in [argument for argument in rest if "=" not in argument]:
+            if command.takes_names:
+                break
             command = words[known(argument, tuple(words), "word")]
             rest.remove(argument)
+        flags_of_it = [option.flag for option in command.options]
+        others = [f"--{name}" for name, value in values.items() if value and f"--{name}" not in flags_of_it]
+        if others:
+            raise _unknown_option(others[0], command)
+    if command is not None and command.takes_names:
+        return CommandLine(command=command, topics=tuple(rest), options=values, **switches)
     return CommandLine(
         command=command, overrides=tuple(rest), arguments=tuple(arguments), options=values, flags=flags, **switches
     )
@@ -356,6 +365,12 @@ def serve_drafter(line: CommandLine) -> None:
     from spectrain.stages.serve import serve
 
     serve(config, line.overrides, line.flags, line.options["print"] or line.dry_run)
+
+
+def compare_records(line: CommandLine) -> None:
+    from spectrain.stages.eval_compare import compare_named
+
+    compare_named(line.topics, anyway=line.options.get("anyway", False))
 
 
 def explain_topics(line: CommandLine) -> None:

@@ -1,96 +1,16 @@
-"""The table of commands: what each is called, what it does, needs, reads and writes, and the function behind it.
-
-Nothing else tells commands apart by their names: the command line, its help and all checks ask the entry.
+"""The table of commands. Nothing else tells commands apart by their names: the command line, its help and all checks
+ask the entry.
 """
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
-from spectrain.config.overrides import suggest
+from spectrain.config.command_entry import PIPELINE as PIPELINE
+from spectrain.config.command_entry import SWITCHES as SWITCHES
+from spectrain.config.command_entry import Command, Option, known
+from spectrain.config.eval_commands import EVAL_KEYS, EVAL_WITH_WORDS
 from spectrain.errors import ConfigError
-
-PIPELINE = ("generate", "capture", "fit", "eval")  # its stages, in their order
-
-
-@dataclass(frozen=True)
-class Switch:
-    """An option of every command, on or off, anywhere on the line."""
-
-    name: str  # in the parsed command line
-    flags: tuple[str, ...]
-    help: str
-
-
-SWITCHES = (
-    Switch("dry_run", ("--dry-run",), "compose and check everything, print the plan, touch nothing"),
-    Switch("multirun", ("-m", "--multirun"), "one job, in a run directory of its own, for each of the values key=a,b"),
-    Switch("debug", ("--debug",), "show the traceback of an error"),
-    Switch("help", ("-h", "--help"), "this text"),
-    Switch("version", ("--version",), "the version"),
-)
-
-
-@dataclass(frozen=True)
-class Option:
-    """An option of one command. ``read`` turns its text into a value; None: it takes no value and is on or off."""
-
-    flag: str
-    help: str
-    read: Callable[[str], Any] | None = None
-    metavar: str | None = None
-    default: Any = None
-
-
-@dataclass(frozen=True)
-class Command:
-    """One command of the command line."""
-
-    name: str
-    summary: str
-    detail: str
-    # module:function; takes a Context where it touches a run directory, else the parsed command line, or, where
-    # ``takes_config``, configuration, overrides, dry_run and the command's options
-    function: str = ""
-    reads: str = ""
-    writes: str = "nothing"
-    sections: tuple[str, ...] = ()  # sections and groups of the configuration that matter
-    keys: tuple[str, ...] = ()  # the ones worth showing
-    examples: tuple[str, ...] = ()
-    options: tuple[Option, ...] = ()
-    words: tuple[Command, ...] = ()  # what may follow the name, as `parity` follows `eval`
-    needs_word: bool = False  # nothing is done without one of them
-    stages: tuple[str, ...] = ()  # of the pipeline, that it brings up to date
-    needs_prompts: bool = True  # training prompts have to be configured
-    needs_drafter: bool = False  # works on a drafter that is there, and leaves the run's configuration as it is
-    captures: bool = False  # runs the target over responses, even where all that training needs is there
-    trains: bool = False
-    measures: bool = False  # decodes the prompts of a suite
-    compares: bool = False  # and does so in our own loop, too, whatever the engine
-    looks_only: bool = False  # always as with --dry-run
-    touches_run_dir: bool = True  # composes, checks, locks the run directory and works in it
-    takes_config: bool = False
-    takes_multirun: bool = True
-    takes_flags: bool = False  # of another program, behind `--`
-    takes_topics: bool = False  # what follows are words to explain, not overrides
-
-    def load(self) -> Callable[..., Any]:
-        """The function behind the command; only its own imports are paid for."""
-        module, _, name = self.function.partition(":")
-        return getattr(importlib.import_module(module), name)
-
-
-def known(word: str, allowed: tuple[str, ...], kind: str) -> str:
-    """``word``, if it is allowed; else ConfigError with the nearest one that is."""
-    if word in allowed:
-        return word
-    close = suggest(word, allowed)
-    several = "one of " if len(allowed) > 1 else ""
-    hint = f"did you mean {close[0]}?" if close else f"use {several}{', '.join(allowed)}"
-    raise ConfigError(f"unknown {kind} {word!r}: {hint}")
 
 
 def _limit(text: str) -> int:
@@ -120,14 +40,6 @@ _TRAINER_KEYS = (
     "trainer.packed_length",
     "trainer.precision",
 )
-_EVAL_KEYS = (
-    "decoding.num_speculative_tokens",
-    "decoding.temperature",
-    "suite.prompts",
-    "suite.max_prompts",
-    "suite.baselines",
-)
-_POLICY_KEYS = ("decoding.draft_policy", "decoding.threshold", "suite.policies", "suite.batches")
 
 _GENERATE = Command(
     name="generate",
@@ -177,40 +89,6 @@ _FIT = Command(
     stages=PIPELINE[:3],
     trains=True,
 )
-_EVAL = Command(
-    name="eval",
-    summary="measure a drafter in the speculative loop",
-    detail="Decodes the prompts of a suite with the drafter, by n-gram lookup and without speculation, and compares "
-    "them: in our own loop, or by vLLM (engine=vllm, engine=vllm_server).",
-    function="spectrain.stages.eval:evaluate",
-    reads="drafter/ (or drafter.path), prompts of the suite",
-    writes="eval/, report.html",
-    sections=("suite", "decoding", "engine", "target", "drafter"),
-    keys=(
-        *("drafter.path", *_EVAL_KEYS, "suite.max_new_tokens", "suite.concurrency", "decoding.proposal_policy"),
-        *_POLICY_KEYS,
-    ),
-    examples=(
-        "spectrain eval run.dir=runs/quickstart decoding.num_speculative_tokens=5",
-        "spectrain eval drafter.path=FOLDER target=smollm2_135m suite=jsonl suite.prompts=prompts.jsonl",
-    ),
-    stages=PIPELINE[3:],
-    needs_prompts=False,
-    needs_drafter=True,
-    measures=True,
-)
-_PARITY = replace(
-    _EVAL,
-    name="eval parity",
-    summary="check that vLLM drafts and accepts what our loop does",
-    detail="Lets vLLM decode the prompts of a suite with the drafter, and checks round by round that it drafts and "
-    "accepts what our own loop does.",
-    function="spectrain.stages.eval_parity:parity",
-    keys=("drafter.path", "decoding.num_speculative_tokens", "suite.prompts", "suite.max_prompts"),
-    examples=("spectrain eval parity run.dir=runs/quickstart engine=vllm",),
-    takes_multirun=False,
-    compares=True,
-)
 _SERVE = Command(
     name="serve",
     summary="start vLLM with the target and a drafter",
@@ -244,7 +122,7 @@ _RUN = Command(
     sections=("recipe", "target", "data", "sampling", "engine", "drafter", "trainer", "decoding", "suite"),
     keys=(
         *("run.dir", "capture.during_generation", *_PROMPT_KEYS[:2], *_SAMPLING_KEYS[:2], *_DRAFTER_KEYS[:2]),
-        *(*_TRAINER_KEYS[:2], *_EVAL_KEYS[:2]),
+        *(*_TRAINER_KEYS[:2], *EVAL_KEYS[:2]),
     ),
     examples=(
         "spectrain run recipe=quickstart run.dir=runs/quickstart",
@@ -395,7 +273,7 @@ COMMANDS = {
             _GENERATE,
             _CAPTURE,
             _FIT,
-            replace(_EVAL, words=(_PARITY,)),
+            EVAL_WITH_WORDS,
             _SERVE,
             _RUN,
             _PUBLISH,

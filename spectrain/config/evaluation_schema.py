@@ -23,6 +23,9 @@ _DRAFTS = 1024
 DraftPolicy = Literal["fixed", "threshold", "scheduler"]
 DRAFT_POLICIES: tuple[str, ...] = get_args(DraftPolicy)
 
+Baseline = Literal["none", "ngram", "suffix", "draft_model"]
+BASELINES: tuple[str, ...] = get_args(Baseline)  # methods that need no trained drafter
+
 
 @dataclass(frozen=True)
 class DecodingConfig(Section, name="decoding"):
@@ -52,6 +55,12 @@ class DecodingConfig(Section, name="decoding"):
     )
     ngram_max: int = key(4, "tokens of the longest suffix that n-gram drafting looks up", at_least=1, at_most=_DRAFTS)
     ngram_min: int = key(2, "tokens of the shortest suffix that n-gram drafting looks up", at_least=1, at_most=_DRAFTS)
+    draft_model: str | None = key(
+        None,
+        "folder or Hub id of a small language model with the target's tokenizer, which the method draft_model drafts "
+        "with; null: none",
+        example="HuggingFaceTB/SmolLM2-135M-Instruct",
+    )
     seed: int = key(0, "seed of drafting and verification", at_least=0, below=SEEDS)
 
     def _check(self) -> None:
@@ -70,6 +79,56 @@ class SuiteConfig(Section, name="suite"):
     prompts: str = key(
         "heldout", "a JSON-lines file of prompts; heldout: this run's held-out prompts", example="A.jsonl"
     )
+    path: str | None = key(
+        None,
+        "a JSON-lines file with turns that is read instead of the suite's own source, as where there is no network; "
+        "null: the suite's source",
+        example="gsm8k.jsonl",
+    )
+    hub: str = key(
+        "", "data set on the Hub, or a local folder of one, that the prompts are made of", example="openai/gsm8k"
+    )
+    revision: str | None = key(
+        None, "commit of suite.hub; null: the newest", example="e53f048856ff4f594e959d75785d2c2d37b678ee"
+    )
+    subset: str | None = key(None, "configuration of suite.hub; null: its only one", example="main")
+    split: str = key("test", "split of suite.hub that is read")
+    files: tuple[str, ...] = key(
+        (),
+        "files of suite.hub that are read by themselves, whatever the data set's own configurations are; the name of "
+        "each is the category of its rows; none: those configurations",
+        example="[qa.jsonl,rag.jsonl]",
+    )
+    turns: tuple[str, ...] = key(
+        (),
+        "prompt form of suite.hub: a text for each user turn, in which {name} stands for a column, {one|other} for the "
+        "first of them that is there; a turn that is one column of several texts gives a turn for each",
+        example='["{question}"]',
+    )
+    answer: str | None = key(
+        None, "column of suite.hub with the right answer, by which answers are graded; null: none", example="answer"
+    )
+    grading: Literal["none", "number", "boxed"] = key(
+        "none",
+        "how an answer is compared with the right one; number: the last number of each; boxed: what \\boxed{} holds, "
+        "or the last number where nothing is boxed; none: not at all",
+    )
+    domain: str | None = key(
+        None,
+        "kind of text, for prompts that name none themselves, or the column {name} that names it; null: none",
+        example="maths",
+    )
+    categories: tuple[str, ...] = key(
+        (), "only prompts of these categories are asked; none: all", example="[translation,summarization]"
+    )
+    context_tokens: int | None = key(
+        None,
+        "each prompt is preceded by other texts of the suite until it has about so many tokens; null: it stays as it "
+        "is",
+        at_least=1,
+        example="4096",
+        at_most=1 << 24,
+    )
     max_prompts: int = key(16, "at most so many prompts, spread evenly over the file", at_least=1, at_most=ANY_COUNT)
     max_new_tokens: int | None = key(
         None,
@@ -79,8 +138,10 @@ class SuiteConfig(Section, name="suite"):
         at_most=1 << 24,
     )
     concurrency: int = key(1, "conversations decoded together", at_least=1, at_most=1 << 16)
-    baselines: tuple[Literal["none", "ngram"], ...] = key(
-        ("none", "ngram"), "what the drafter is compared with; none: no speculation; ngram: n-gram lookup"
+    baselines: tuple[Baseline, ...] = key(
+        ("none", "ngram"),
+        "what the drafter is compared with; none: no speculation; ngram: n-gram lookup; suffix: suffix decoding; "
+        "draft_model: decoding.draft_model",
     )
     policies: tuple[DraftPolicy, ...] = key(
         (), "draft policies to compare; none: decoding.draft_policy alone", example="[fixed,threshold]"
@@ -93,8 +154,22 @@ class SuiteConfig(Section, name="suite"):
         at_most=1 << 16,
     )
 
+    @property
+    def uses_heldout(self) -> bool:
+        """Whether the run's own held-out prompts are asked."""
+        return self.path is None and not self.hub and self.prompts == "heldout"
+
+    @property
+    def source(self) -> str:
+        """What the prompts come from, as a message names it; empty: nothing is named."""
+        return self.path or self.hub or self.prompts
+
     def _check(self) -> None:
         require_name("suite.name", self.name)
+        require(
+            self.grading == "none" or not self.hub or self.answer,
+            f"suite.grading={self.grading} needs suite.answer: name the column with the right answer",
+        )
         for name in ("policies", "batches"):
             values = getattr(self, name)
             require(len(set(values)) == len(values), f"suite.{name}={list(values)} names one of them twice")

@@ -22,6 +22,7 @@ from spectrain.config.keys import FILE_NAME_BYTES, Section, key, require
 from spectrain.config.launcher_schema import LauncherConfig
 from spectrain.config.plan_schema import PlanConfig
 from spectrain.config.publish_schema import PublishConfig
+from spectrain.config.sweep_schema import SweepConfig
 from spectrain.config.target_schema import TargetConfig
 from spectrain.config.trainer_schema import TrainerConfig
 
@@ -96,6 +97,7 @@ class SpectrainConfig:
     decoding: DecodingConfig = key(make=DecodingConfig)
     suite: SuiteConfig = key(make=SuiteConfig)
     export: ExportConfig = key(make=ExportConfig)
+    sweep: SweepConfig = key(make=SweepConfig)
     logger: LoggerConfig = key(make=LoggerConfig)
     launcher: LauncherConfig = key(make=LauncherConfig)
     plan: PlanConfig = key(make=PlanConfig)

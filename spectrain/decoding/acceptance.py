@@ -111,8 +111,25 @@ def bootstrap_ratio_interval(
         return None
     # How often each prompt is drawn: one matrix product resamples everything at once.
     counts = np.random.default_rng(seed).multinomial(len(top), np.full(len(top), 1 / len(top)), size=resamples)
-    ratios = (counts @ top) / (counts @ bottom)
-    low, high = np.quantile(ratios, [(1 - confidence) / 2, (1 + confidence) / 2])
+    return percentile_interval((counts @ top) / (counts @ bottom), confidence)
+
+
+def resampled_sums(
+    figures: Sequence[Sequence[float]], seed: int = 0, resamples: int = BOOTSTRAP_RESAMPLES
+) -> np.ndarray:
+    """[resamples, k] sums of the k figures of each prompt, over prompts drawn with replacement.
+
+    All figures of a prompt are drawn together, so whatever is computed of the sums is compared in pairs.
+    """
+    figures_Pk = np.asarray(figures, dtype=np.float64)
+    prompts = len(figures_Pk)
+    counts_RP = np.random.default_rng(seed).multinomial(prompts, np.full(prompts, 1 / prompts), size=resamples)
+    return counts_RP @ figures_Pk
+
+
+def percentile_interval(values: np.ndarray, confidence: float = 0.95) -> tuple[float, float]:
+    """The interval that holds this share of resampled ``values``, as much left out below as above."""
+    low, high = np.quantile(values, [(1 - confidence) / 2, (1 + confidence) / 2])
     return float(low), float(high)
 
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from spectrain.decoding.acceptance import Round
-from spectrain.decoding.proposers import Observation, Proposal, Proposer
+from spectrain.decoding.proposers import Observation, Proposal, Proposer, Remembering
 from spectrain.decoding.sampling import GREEDY, SamplingParams
 from spectrain.decoding.scheduler import DraftPolicy
 from spectrain.decoding.verify import Verdict, verify
@@ -301,6 +301,9 @@ class _Batch:
         alive = [b for b, row in enumerate(self.rows) if not row.finish_reason]
         rows: Any = slice(None)
         if len(alive) < len(self.rows):
+            if isinstance(self.proposer, Remembering):
+                for b in sorted(set(range(len(self.rows))) - set(alive)):
+                    self.proposer.finish(self.draft_cache, b, self.rows[b].prompt + self.rows[b].answer)
             self.rows = [self.rows[b] for b in alive]
             counts = [counts[b] for b in alive]
             rows = torch.tensor(alive, dtype=torch.long, device=ids_BT.device)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -132,13 +132,22 @@ class Proposer(Protocol):
         ...
 
 
+@runtime_checkable
+class Remembering(Protocol):
+    """A proposer that learns from finished answers, too."""
+
+    def finish(self, cache: Any, row: int, text: Sequence[int]) -> None:
+        """A row is done: ``text`` is its prompt and whole answer."""
+        ...
+
+
 class NGramProposer:
     """Prompt lookup (Saxena 2023, https://github.com/apoorvumang/prompt-lookup-decoding): the text itself is the
     drafter.
 
-    The longest suffix of ``ngram_max`` … ``ngram_min`` tokens that occurred before is looked up; its most recent
-    earlier occurrence is read on from there. A row without a match drafts nothing, and a match near the end of the text
-    drafts fewer than n.
+    The longest suffix of ``ngram_max`` … ``ngram_min`` tokens that occurred before is looked up, and its first
+    occurrence is read on from there, as vLLM does it. A row without a match drafts nothing, and a match near the end of
+    the text drafts fewer than n.
     """
 
     taps: tuple[int, ...] = ()
@@ -178,14 +187,12 @@ class NGramProposer:
         return [cache[row] for row in rows.tolist()]
 
     def lookup(self, text: Sequence[int], n: int) -> list[int]:
-        """At most n tokens that followed the most recent earlier occurrence of the longest repeated suffix of
-        ``text``.
-        """
+        """At most n tokens that followed the first occurrence of the longest repeated suffix of ``text``."""
         ids = np.asarray(text, dtype=np.int64)
         for size in range(min(self.ngram_max, len(ids) - 1), self.ngram_min - 1, -1):
             windows = np.lib.stride_tricks.sliding_window_view(ids[:-1], size)  # ends before the suffix itself
             starts = np.flatnonzero((windows == ids[-size:]).all(axis=1))
             if len(starts):
-                after = int(starts[-1]) + size
+                after = int(starts[0]) + size
                 return [int(token) for token in ids[after : after + n]]
         return []

@@ -18,9 +18,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from spectrain.config.evaluation_schema import DRAFT_POLICIES
-from spectrain.decoding.acceptance import AcceptanceStats, Round, acceptance, bootstrap_ratio_interval
+from spectrain.config.evaluation_schema import BASELINES, DRAFT_POLICIES
+from spectrain.decoding.acceptance import AcceptanceStats, acceptance, bootstrap_ratio_interval
 from spectrain.errors import InputError, RunError
+from spectrain.evaluation.prompt_figures import PromptFigures, accuracy, prompt_figures
+from spectrain.evaluation.prompt_figures import PromptResult as PromptResult
 from spectrain.evaluation.reliability import ConfidenceStats
 from spectrain.files import check_digest, finite_or_none, with_digest, without_digest, write_atomically
 
@@ -34,23 +36,6 @@ STAGE_PREFIX = "eval/"  # of the manifest's entries of measurements
 UNTUNED = "-untuned"  # behind a kind's name: what the target brings along, measured beside what was tuned from it
 
 
-@dataclass(frozen=True)
-class PromptResult:
-    """What one method did with one prompt.
-
-    key: identifies the prompt, so that methods are compared prompt by prompt. rounds: of the speculative loop.
-    output_ids: the generated ids. seconds: wall-clock time of the answer. batch: conversations decoded together share
-    their time, so they carry the same number here and ``seconds`` is each one's share; ``None`` means that the prompt
-    was decoded alone.
-    """
-
-    key: str
-    rounds: Sequence[Round]
-    output_ids: Sequence[int]
-    seconds: float
-    batch: int | None = None
-
-
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
     """What was measured, on what, and how: known before the first prompt.
@@ -59,7 +44,7 @@ class Conditions:
     without speculation. top_p = 1 and top_k = 0 are off. concurrency: conversations decoded together. draft_policy:
     which drafts of a round are verified (fixed: all, threshold, scheduler), draft_threshold: the threshold of that
     policy. thinking: whether the chat template was told to let the target think; template_kwargs: all that it was told,
-    as JSON.
+    as JSON. context_tokens: what prompts were lengthened to, ``None`` for prompts as they are.
     """
 
     target: str
@@ -80,6 +65,7 @@ class Conditions:
     max_new_tokens: int | None = None
     draft_policy: str = "fixed"
     draft_threshold: float | None = None
+    context_tokens: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +77,8 @@ class EvaluationRecord(Conditions):
     reports it. Intervals are 95 % bootstrap intervals over prompts. speedup: the baseline's seconds for as many tokens,
     over this method's. output_identical: the ids equal the baseline's, prompt by prompt; ``None`` above temperature 0.
     simulated_*: what simulation predicted for the same prompts. confidence: whether a drafter's confidence was right,
-    measured where all drafts are verified.
+    measured where all drafts are verified. accuracy: share of right answers of those graded. prompts: figures of each.
+    inputs: digest of all that the measurement was made from, where it is one of a sweep.
     """
 
     num_prompts: int
@@ -117,6 +104,10 @@ class EvaluationRecord(Conditions):
     simulated_acceptance_length_interval: Interval | None = None
     simulated_rounds: int | None = None
     confidence: ConfidenceStats | None = None
+    accuracy: float | None = None
+    baseline_accuracy: float | None = None
+    prompts: tuple[PromptFigures, ...] = ()
+    inputs: str | None = None
     schema_version: int = field(default=1)
 
     @property
@@ -135,6 +126,7 @@ class EvaluationRecord(Conditions):
             self.draft_threshold,
             method=self.method,
             concurrency=self.concurrency,
+            context_tokens=self.context_tokens,
         )
         return f"{name}.json"
 
@@ -157,6 +149,7 @@ def measurement_name(
     *,
     method: str = "",
     concurrency: int = 1,
+    context_tokens: int | None = None,
 ) -> str:
     """The name that tells measurements apart, safe in a path: of a record's file, and, without method and concurrency,
     of the stage that measures several methods and batch sizes: ``heldout-hf-eagle3-n3-t0``, ``heldout-hf-n3-t0``.
@@ -164,6 +157,8 @@ def measurement_name(
     parts = [suite, engine, *([method] if method else []), f"n{num_speculative_tokens}", f"t{temperature:g}"]
     if draft_policy != "fixed":
         parts.append(draft_policy + ("" if draft_threshold is None else f"{draft_threshold:g}"))
+    if context_tokens is not None:
+        parts.append(f"k{context_tokens}")
     if concurrency > 1:
         parts.append(f"c{concurrency}")
     return re.sub(r"[^A-Za-z0-9._-]+", "_", "-".join(parts))
@@ -179,6 +174,7 @@ def build_record(
     verify_s_per_round: float | None = None,
     peak_memory_bytes: int | None = None,
     confidence: ConfidenceStats | None = None,
+    inputs: str | None = None,
 ) -> EvaluationRecord:
     """The record of ``results``, one per prompt.
 
@@ -224,6 +220,10 @@ def build_record(
         simulated_acceptance_length_interval=None if simulated is None else simulated.interval,
         simulated_rounds=None if simulated is None else simulated.rounds,
         confidence=confidence,
+        accuracy=accuracy(results),
+        baseline_accuracy=None if baseline is None else accuracy(baseline),
+        prompts=prompt_figures(results, baseline),
+        inputs=inputs,
     )
 
 
@@ -316,6 +316,7 @@ def read_record(path: str | Path) -> EvaluationRecord:
     fields = {name: _frozen(value) for name, value in values.items()}
     if fields.get("confidence") is not None:
         fields["confidence"] = ConfidenceStats(**fields["confidence"])
+    fields["prompts"] = tuple(PromptFigures(**figures) for figures in fields.get("prompts") or ())
     return EvaluationRecord(**fields)
 
 
@@ -324,12 +325,12 @@ def read_records(folder: str | Path) -> list[EvaluationRecord]:
     within each.
     """
     records = [read_record(path) for path in sorted(Path(folder).glob("*.json"))]
-    methods = {"none": 0, "ngram": 1}
+    methods = {name: order for order, name in enumerate(BASELINES)}
     policies = {name: order for order, name in enumerate(DRAFT_POLICIES)}
     return sorted(
         records,
         key=lambda r: (
-            *(r.suite, r.temperature, methods.get(r.method, 2), not r.method.endswith(UNTUNED), r.method),
+            *(r.suite, r.temperature, methods.get(r.method, len(methods)), not r.method.endswith(UNTUNED), r.method),
             r.num_speculative_tokens,
             *(r.concurrency, policies.get(r.draft_policy, len(policies))),
         ),

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 
 from spectrain.config.folders import prompt_roots
-from spectrain.console import ProgressBar
+from spectrain.console import ProgressBar, say
 from spectrain.data.hidden_states import INDEX_NAME
 from spectrain.data.prompts import Conversation
 from spectrain.data.responses import response_key
@@ -27,9 +27,11 @@ from spectrain.drafters.drafter import Drafter
 from spectrain.drafters.drafter_folder import load_drafter
 from spectrain.drafters.registry import find_method
 from spectrain.drafters.serving_config import drafter_digest
-from spectrain.errors import InputError
+from spectrain.errors import InputError, RunError
+from spectrain.evaluation.grading import is_right
+from spectrain.evaluation.lossless import OutputDifference, first_difference
 from spectrain.evaluation.records import Conditions, EvaluationRecord, PromptResult
-from spectrain.evaluation.suites import HELDOUT, load_suite
+from spectrain.evaluation.suites import lengthened, load_suite, right_answers, source_size
 from spectrain.files import digest_strings
 from spectrain.stages import capture
 from spectrain.stages.context import Context
@@ -51,8 +53,23 @@ class Decode(Protocol):
 
 def suite_prompts(context: Context) -> list[Conversation]:
     """What the suite asks."""
-    heldout = context.prompts.heldout if context.config.suite.prompts == HELDOUT else []
-    return load_suite(context.config.suite, heldout, prompt_roots(), context.config.data.system)
+    suite = context.config.suite
+    heldout = context.prompts.heldout if suite.uses_heldout else []
+    asked = load_suite(suite, heldout, prompt_roots(), context.config.data.system)
+    if suite.context_tokens is None:
+        return asked
+    return lengthened(asked, suite.context_tokens, lambda text: len(context.tokenizer(text).input_ids))
+
+
+def note_fewer_prompts(context: Context) -> None:
+    """Say so where a suite has fewer prompts than the command line asks for."""
+    suite = context.config.suite
+    if "suite.max_prompts" in context.given:
+        heldout = context.prompts.heldout if suite.uses_heldout else []
+        size = source_size(suite, heldout, prompt_roots())
+        if size < suite.max_prompts:
+            fewer = f"fewer than suite.max_prompts={suite.max_prompts}"
+            say(f"note: suite {suite.name} has {size} prompts, {fewer}: all are asked")
 
 
 def max_new_tokens(context: Context) -> int:
@@ -73,11 +90,14 @@ class Method:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What an evaluation made: the records of all its methods, and of the drafter's first one the answers."""
+    """What an evaluation made: the records of all its methods, and of the drafter's first one the answers.
+    differences: of answers from those without speculation, with the method.
+    """
 
     records: list[EvaluationRecord]
     record: EvaluationRecord
     answers: list[Answer]
+    differences: tuple[tuple[str, OutputDifference], ...] = ()
 
 
 def conditions(context: Context, method: Method, size: int, engine_version: str) -> Conditions:
@@ -102,15 +122,16 @@ def conditions(context: Context, method: Method, size: int, engine_version: str)
         max_new_tokens=max_new_tokens(context),
         draft_policy=method.policy,
         draft_threshold=config.decoding.threshold if method.policy == THRESHOLD else None,
+        context_tokens=config.suite.context_tokens,
     )
 
 
-def measured_inputs(context: Context) -> dict[str, Any]:
-    """Fixed inputs of every stage that runs the drafter on the suite."""
+def measured_inputs(context: Context, with_drafter: bool = True) -> dict[str, Any]:
+    """Fixed inputs of every stage that runs the drafter, or another method, on the suite."""
     prompts = [conversation.prompt_digest() for conversation in suite_prompts(context)]
     return {
         **context.target_inputs(),
-        "drafter": drafter_digest(context.measured_drafter),
+        **({"drafter": drafter_digest(context.measured_drafter)} if with_drafter else {}),
         "prompts of the suite": digest_strings(prompts),
         "suite.max_new_tokens": max_new_tokens(context),
     }
@@ -176,18 +197,71 @@ def answer_all(
     servers: that share the work. Each is warmed up, for a server's first answer may take a hundred times as long as the
     next.
     """
+    return answer_in_turns(context, conversations, [decode], size, name, servers)[0]
+
+
+def answer_in_turns(
+    context: Context,
+    conversations: Sequence[Conversation],
+    decodes: Sequence[Decode],
+    size: int,
+    name: str,
+    servers: int = 1,
+) -> list[tuple[list[Answer], LoopTiming]]:
+    """``answer_all`` for several methods that take turns: each answers a group before the next group begins, so that
+    what else the machine does meets all of them alike.
+    """
     for conversation in conversations:  # before the first answer
         context.template.require_embedded(conversation, context.template.first_prompt_ids(conversation))
     warm_up = Prompt(context.template.first_prompt_ids(conversations[0]), _WARM_UP_TOKENS, stream=0)
-    decode([warm_up] * servers, lambda tokens: None)  # memory and kernels, off the clock
-    answers: list[Answer] = []
-    total = LoopTiming()
-    limit = sum(len(conversation.turns) for conversation in conversations) * max_new_tokens(context)
+    for decode in decodes:
+        decode([warm_up] * servers, lambda tokens: None)  # memory and kernels, off the clock
+    found: list[tuple[list[Answer], LoopTiming]] = [([], LoopTiming()) for _ in decodes]
+    right = right_answers(context.config.suite, prompt_roots(), context.config.data.system)
+    limit = len(decodes) * sum(len(conversation.turns) for conversation in conversations) * max_new_tokens(context)
     with ProgressBar(f"eval {name}", total=limit, unit="tokens") as bar:
         for batch, first in enumerate(range(0, len(conversations), size)):
             group = conversations[first : first + size]
-            answers += _answer_group(context, decode, group, first, batch if size > 1 else None, bar.advance, total)
-    return answers, total
+            for decode, (answers, total) in zip(decodes, found, strict=True):
+                made = _answer_group(context, decode, group, first, batch if size > 1 else None, bar.advance, total)
+                answers += [_graded(context, answer, right) for answer in made]
+    return found
+
+
+def _graded(context: Context, answer: Answer, right: Mapping[str, str]) -> Answer:
+    """The answer, with whether it is right, where the suite says what is."""
+    expected = right.get(answer.result.key)
+    if expected is None:
+        return answer
+    given = ""
+    if len(answer.turns) == len(answer.conversation.turns):
+        given = context.tokenizer.decode(answer.turns[-1][1].ids, skip_special_tokens=True)
+    correct = is_right(given, expected, context.config.suite.grading)
+    return replace(answer, result=replace(answer.result, correct=correct))
+
+
+def output_differences(
+    context: Context, plain: Sequence[Answer], speculative: Sequence[Answer]
+) -> list[OutputDifference]:
+    """Where answers part from those without speculation, one a conversation at most, each explained."""
+    found = []
+    for ours, theirs in zip(plain, speculative, strict=True):
+        for (prompt, plain_result), (_, result) in zip(ours.turns, theirs.turns, strict=False):
+            difference = first_difference(context.model, ours.conversation.id, prompt, plain_result.ids, result.ids)
+            if difference is not None:
+                found.append(difference)
+                break
+    return found
+
+
+def refuse_wrong_output(differences: Sequence[tuple[str, OutputDifference]]) -> None:
+    """Raises RunError where a difference is no tie."""
+    wrong = [(name, difference) for name, difference in differences if not difference.tie]
+    if wrong:
+        raise RunError(
+            f"{len(wrong)} answers differ from decoding without speculation where no two tokens tie, the first with "
+            f"{wrong[0][0]}: {wrong[0][1]}; report this, with the target's name"
+        )
 
 
 def _answer_group(
@@ -254,6 +328,7 @@ def _answer(
         output_ids=[token for result in results for token in result.ids],
         seconds=seconds,
         batch=batch,
+        domain=conversation.domain,
     )
     return Answer(conversation, turns, figures)
 

@@ -24,6 +24,7 @@ from spectrain.errors import ConfigError, InputError
 from spectrain.files import bytes_text, free_bytes, mount_point
 from spectrain.stages.drafter_checks import (
     check_attention,
+    check_baselines,
     check_continued,
     check_dimensions,
     check_drafter_folder,
@@ -52,7 +53,7 @@ def check_config(config: SpectrainConfig, command: Command, given: Set[str] = fr
         )
     if not config.run.dir:
         raise ConfigError("run.dir is empty: name the folder of the run")
-    if command.measures and not config.suite.prompts:
+    if command.measures and not config.suite.source:
         raise ConfigError("suite.prompts is empty: name a JSON-lines file, as in suite=jsonl suite.prompts=FILE.jsonl")
     if command.needs_prompts and not config.data.source:
         raise ConfigError("no prompts are chosen: add data=support, or data=jsonl data.train=FILE.jsonl")
@@ -62,6 +63,8 @@ def check_config(config: SpectrainConfig, command: Command, given: Set[str] = fr
             f"run.tasks out, and it takes over what they have made"
         )
     _check_lengths(config, command)
+    if command.measures:
+        check_baselines(config, config.suite.baselines)
     check_trackers(config)
     check_strategy(config, command)
     _check_engine(config, command)
@@ -94,9 +97,10 @@ def prepare(
     RunDir(config.run.dir).check({})
     run_dir = work_dir(config.run)
     run_dir.check({})
-    if command.measures:
+    asks_suite = command.asks_suite(config.sweep.suites)
+    if asks_suite:
         check_suite(config)
-    reads_prompts = command.needs_prompts or config.suite.prompts == "heldout"
+    reads_prompts = command.needs_prompts or (config.suite.uses_heldout and bool(asks_suite or config.data.source))
     shared = run_dir if data_dir is None else RunDir(data_dir)
     prompts, drawn = run_prompts(config, shared.path, planning=not fetch) if reads_prompts else (None, None)
     source = locate_target(config.target, unreachable_ok=not fetch)
@@ -258,11 +262,11 @@ def _check_engine(config: SpectrainConfig, command: Command) -> None:
 
 
 def check_suite(config: SpectrainConfig) -> None:
-    """The suite's prompt file is there and can be read."""
-    from spectrain.data.prompts import read_prompts
+    """The suite's source is there and can be read."""
+    from spectrain.evaluation.suites import load_suite
 
-    if config.suite.prompts != "heldout":
-        read_prompts(config.suite.prompts, prompt_roots(), "suite.prompts")
+    if not config.suite.uses_heldout:
+        load_suite(config.suite, (), prompt_roots())
     elif not config.data.source:
         raise ConfigError(
             "suite.prompts=heldout needs the run's prompts: add data=..., or suite=jsonl suite.prompts=FILE.jsonl"

@@ -6,8 +6,9 @@ asks.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from spectrain.engines.vllm.capture_states import VLLMCapture
 from spectrain.engines.vllm.engine import VLLMEngine
 from spectrain.engines.vllm.open_vllm import open_vllm
 from spectrain.engines.vllm.requests import VLLMClient
-from spectrain.errors import RunError
+from spectrain.errors import InputError, RunError
 from spectrain.files import plain, write_atomically
 from spectrain.masking import escape_references, private_values
 from spectrain.stages.run_dir import RunDir
@@ -58,6 +59,14 @@ class Context:
     given: frozenset[str] = frozenset()  # keys that the command line sets, rather than a file or a default
     drawn: DrawnPrompts | None = None  # the prompts, where they come from data sets
     ranks: Ranks = ALONE  # the processes that train together, of which this is one
+    lender: Context | None = None  # whose weights this one uses
+
+    def under(self, **sections: Any) -> Context:
+        """The same command under other sections of the configuration. What costs to load is loaded once, here."""
+        other = copy.copy(self)
+        other.config = replace(self.config, **sections)
+        other.lender = self.lender or self
+        return other
 
     @property
     def spec(self) -> TargetSpec:
@@ -121,7 +130,25 @@ class Context:
     @cached_property
     def model(self) -> TargetModel:
         """The target with its weights."""
+        if self.lender is not None:
+            return self.lender.model
         return TargetModel.load(self.target, self.config.target)
+
+    @cached_property
+    def draft_model(self) -> TargetModel:
+        """decoding.draft_model with its weights. Its ids have to mean what the target's do."""
+        if self.lender is not None:
+            return self.lender.draft_model
+        path = self.config.decoding.draft_model or ""
+        config = replace(
+            self.config.target, name="draft_model", path=path, revision=None, bundled_package=None, dimensions={}
+        )
+        resolved = resolve_target(config)
+        if load_tokenizer(resolved.folder, config.trust_remote_code).get_vocab() != self.tokenizer.get_vocab():
+            raise InputError(
+                f"decoding.draft_model={path} has another tokenizer than the target: use a model of the target's family"
+            )
+        return TargetModel.load(resolved, config)
 
     @cached_property
     def engine(self) -> Engine:

@@ -5,8 +5,9 @@ whether it fits the target. Each check raises ConfigError or InputError with one
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import os
-from collections.abc import Set
+from collections.abc import Collection, Set
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -124,6 +125,19 @@ def _check_policies(config: SpectrainConfig, command: Command, method: DrafterMe
     elif command.trains and not method.has_confidence(config.drafter):
         raise ConfigError(
             f"{_POLICY_KEYS}: this {method.name} drafter has no confidence head to draft by; {_CONFIDENCE_ADVICE}"
+        )
+
+
+def check_baselines(config: SpectrainConfig, names: Collection[str]) -> None:
+    """ConfigError for a method that lacks what it needs."""
+    if "draft_model" in names and config.decoding.draft_model is None:
+        raise ConfigError(
+            "the method draft_model needs decoding.draft_model: name a small model with the target's tokenizer"
+        )
+    if "suffix" in names and config.engine.name == "vllm" and not importlib.util.find_spec("arctic_inference"):
+        raise ConfigError(
+            "the method suffix in vLLM needs the package arctic-inference, which is not installed: install it, leave "
+            "suffix out, or use engine=hf"
         )
 
 

@@ -22,10 +22,11 @@ from typing import Any
 
 import torch
 
+from spectrain.config.evaluation_schema import BASELINES
 from spectrain.config.schema import SpectrainConfig
 from spectrain.console import say, stdout
 from spectrain.decoding.loop import DecodingSettings, GenerationResult, LoopTiming, Prompt, speculative_generate
-from spectrain.decoding.proposers import NGramProposer, Proposer
+from spectrain.decoding.proposers import Proposer
 from spectrain.decoding.scheduler import (
     CONTEXT_TOKENS,
     FIXED,
@@ -37,6 +38,7 @@ from spectrain.decoding.scheduler import (
 )
 from spectrain.drafters.drafter import Drafter
 from spectrain.errors import InputError, RunError
+from spectrain.evaluation.lossless import OutputDifference
 from spectrain.evaluation.records import (
     STAGE_PREFIX,
     UNTUNED,
@@ -60,9 +62,13 @@ from spectrain.stages.answer_suite import (
     load_measured_drafter,
     load_untuned,
     measured_inputs,
+    note_fewer_prompts,
+    output_differences,
+    refuse_wrong_output,
     simulate_same_prompts,
     suite_prompts,
 )
+from spectrain.stages.baselines import baseline_proposer
 from spectrain.stages.context import Context
 from spectrain.stages.eval_vllm import engine_version, measure_with_vllm
 from spectrain.stages.run_dir import Decision, Inputs
@@ -73,8 +79,8 @@ from spectrain.training.trackers import TRACKERS_FILE, open_trackers
 
 
 @dataclass(frozen=True)
-class _LoopMethod(Method):
-    """``proposer`` None: no speculation. ``rule``: of ``policy``; None verifies all drafts."""
+class LoopMethod(Method):
+    """A method of our own loop. ``proposer`` None: no speculation. ``rule``: of ``policy``; None verifies all."""
 
     proposer: Proposer | None = None
     rule: DraftPolicy | None = None
@@ -162,6 +168,7 @@ def evaluate(context: Context) -> float | None:
         say(str(decision))
         stdout.print(evaluation_table(read_records(run_dir.eval)))
         return run_dir.outputs(decision.name).get("acceptance_length")
+    note_fewer_prompts(context)
     for conversation in suite_prompts(context):  # raises for a prompt without room for an answer
         answer_limit(context, conversation, context.template.first_prompt_ids(conversation))
     _check_records(context, decision.name)
@@ -177,12 +184,15 @@ def evaluate(context: Context) -> float | None:
     write_run_report(context, records, measured.answers)
     _track(context, measured.records)
     stdout.print(evaluation_table(records))
-    if record.output_identical is False:
+    if context.config.engine.name != "hf" and record.output_identical is False:
         say(
             "eval: the drafter's output differs from plain greedy decoding; in float32 only ties should do that, see "
             "examples in the report"
         )
+    for name, difference in measured.differences:
+        say(f"eval: {name}: {difference}")
     say(f"eval: {run_dir.report}")
+    refuse_wrong_output(measured.differences)
     return record.acceptance_length
 
 
@@ -208,12 +218,14 @@ def _measure(context: Context) -> Measurement:
     version = f"transformers {metadata.version('transformers')}"
     simulated = simulate_same_prompts(context, conversations, drafter)
     records: list[EvaluationRecord] = []
+    differences: list[tuple[str, OutputDifference]] = []
     shown: tuple[EvaluationRecord, list[Answer]] | None = None
     for size in config.batch_sizes:
         baseline: list[PromptResult] | None = None
+        plain: list[Answer] = []
         for method in _methods(context, drafter, size):
             name = method.name if method.policy == FIXED else f"{method.name} {method.policy}"
-            answers, timing = answer_all(context, conversations, partial(_decode, context, method), size, name)
+            answers, timing = answer_all(context, conversations, partial(decode_in_loop, context, method), size, name)
             results = [answer.result for answer in answers]
             all_drafts = method.is_drafter and method.policy == FIXED
             rounds = [round_ for result in results for round_ in result.rounds] if all_drafts else []
@@ -226,7 +238,7 @@ def _measure(context: Context) -> Measurement:
                 if method.proposer is not None and timing.rounds
                 else None,
                 verify_s_per_round=timing.verify_s / timing.rounds if timing.rounds else None,
-                peak_memory_bytes=_peak_memory_bytes(context),
+                peak_memory_bytes=peak_memory_bytes(context),
                 confidence=confidence_stats(
                     rounds, config.decoding.num_speculative_tokens, drafter.temperatures, context.eos_ids
                 ),
@@ -234,25 +246,28 @@ def _measure(context: Context) -> Measurement:
             record.write(context.run_dir.eval)
             records.append(record)
             if method.name == "none":
-                baseline = results
+                baseline, plain = results, answers
+            elif record.output_identical is False:
+                differences += [(name, difference) for difference in output_differences(context, plain, answers)]
             if method.is_drafter:
                 shown = shown or (record, answers)
     if shown is None:
         raise RunError("nothing was measured")
-    return Measurement(records, *shown)
+    return Measurement(records, *shown, tuple(differences))
 
 
-def _methods(context: Context, drafter: Drafter, size: int) -> list[_LoopMethod]:
+def _methods(context: Context, drafter: Drafter, size: int) -> list[LoopMethod]:
     """What is measured with ``size`` conversations at a time: the baselines, then the drafter under each policy."""
     config = context.config
-    methods = [_LoopMethod("none")] if "none" in config.suite.baselines else []
-    if "ngram" in config.suite.baselines:
-        ngram = NGramProposer(config.decoding.ngram_max, config.decoding.ngram_min)
-        methods.append(_LoopMethod("ngram", proposer=ngram))
+    methods = [
+        LoopMethod(name, proposer=baseline_proposer(context, name))
+        for name in BASELINES
+        if name in config.suite.baselines
+    ]
     untuned = load_untuned(context, drafter)
     if untuned is not None:
         speed_up(untuned)
-        methods.append(_LoopMethod(drafter.method + UNTUNED, proposer=untuned))
+        methods.append(LoopMethod(drafter.method + UNTUNED, proposer=untuned))
     policies, cost = config.draft_policies, None
     if SCHEDULER in policies:
         cost = measure_step_cost(
@@ -262,13 +277,14 @@ def _methods(context: Context, drafter: Drafter, size: int) -> list[_LoopMethod]
         text = json.dumps(with_digest(steps), indent=2) + "\n"
         write_atomically(context.run_dir.step_costs / f"{config.suite.name}-c{size}.json", text)
     return methods + [
-        _LoopMethod(drafter.method, True, name, drafter, build_policy(name, config.decoding, cost)) for name in policies
+        LoopMethod(drafter.method, True, name, drafter, build_policy(name, config.decoding, cost)) for name in policies
     ]
 
 
-def _decode(
-    context: Context, method: _LoopMethod, prompts: list[Prompt], on_tokens: Callable[[int], None]
+def decode_in_loop(
+    context: Context, method: LoopMethod, prompts: list[Prompt], on_tokens: Callable[[int], None]
 ) -> tuple[list[GenerationResult], LoopTiming]:
+    """Answer prompts by a method, under the context's decoding settings."""
     decoding = context.config.decoding
     sampling, draft_sampling = decoding_sampling(decoding)
     settings = DecodingSettings(
@@ -283,7 +299,7 @@ def _decode(
     return generation.results, generation.timing
 
 
-def _peak_memory_bytes(context: Context) -> int:
+def peak_memory_bytes(context: Context) -> int:
     """Of this process so far, on the device that holds the target."""
     if context.model.device.type == "cuda":
         return torch.cuda.max_memory_allocated(context.model.device)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from spectrain.config.evaluation_schema import BASELINES
 from spectrain.config.schema import EngineConfig
 from spectrain.console import say
 from spectrain.data.prompts import Conversation
@@ -36,6 +37,7 @@ from spectrain.stages.answer_suite import (
     simulate_same_prompts,
     suite_prompts,
 )
+from spectrain.stages.baselines import baseline_speculation
 from spectrain.stages.context import Context
 from spectrain.stages.run_report import Answer
 from spectrain.target.model import choose_device
@@ -43,7 +45,7 @@ from spectrain.training.simulated_acceptance import decoding_sampling
 
 
 @dataclass(frozen=True)
-class _VLLMMethod(Method):
+class VLLMMethod(Method):
     """``args``: engine arguments that vLLM is given for it."""
 
     args: Mapping[str, Any] = field(default_factory=dict)
@@ -67,7 +69,7 @@ def measure_with_vllm(context: Context) -> Measurement:
         client = context.open_vllm(f"eval-{method.name}", method.args)
         try:
             for size in context.config.batch_sizes:
-                decode = _Decoder(context, client)
+                decode = decoder_of(context, client)
                 answers, _ = answer_all(
                     context, conversations, decode, size, f"{method.name} (vLLM)", _servers(context.config.engine)
                 )
@@ -109,35 +111,43 @@ def _simulated(context: Context, conversations: Sequence[Conversation]) -> Accep
     return simulated
 
 
-def _methods(context: Context) -> list[_VLLMMethod]:
+def _methods(context: Context) -> list[VLLMMethod]:
     """The baselines and the drafter; of servers that run already, what they do."""
     config = context.config
-    n = config.decoding.num_speculative_tokens
     drafter = read_serving_config(str(context.measured_drafter))
     if config.engine.name == "vllm_server" and config.engine.urls:
         say(
             "note: servers that run already do what they were started for: the drafter is measured, without baselines "
             "and speed-up"
         )
-        return [_VLLMMethod(drafter.method, is_drafter=True)]
-    ngram = {
-        "method": "ngram",
-        "num_speculative_tokens": n,
-        "prompt_lookup_max": config.decoding.ngram_max,
-        "prompt_lookup_min": config.decoding.ngram_min,
-    }
-    args = drafter.engine_args(n)
-    if not decoding_sampling(config.decoding)[1].greedy:
-        args["speculative_config"] |= {"draft_sample_method": "probabilistic"}
-    methods = [_VLLMMethod("none"), _VLLMMethod("ngram", args={"speculative_config": ngram})]
-    asked = [method for method in methods if method.name in config.suite.baselines]
+        return [VLLMMethod(drafter.method, is_drafter=True)]
+    asked = [vllm_method(context, name) for name in BASELINES if name in config.suite.baselines]
+    tuned = vllm_method(context, drafter.method, is_drafter=True)
     kind = find_method(drafter.method)
     if kind.comes_with(read_shape(context.measured_drafter, context.spec.default_taps()), context.target.folder):
-        asked.append(_VLLMMethod(drafter.method + UNTUNED, args={"speculative_config": args["speculative_config"]}))
-    return [*asked, _VLLMMethod(drafter.method, is_drafter=True, args=args)]
+        speculation = tuned.args["speculative_config"]
+        asked.append(VLLMMethod(drafter.method + UNTUNED, args={"speculative_config": speculation}))
+    return [*asked, tuned]
 
 
-class _Decoder:
+def vllm_method(context: Context, name: str, is_drafter: bool = False) -> VLLMMethod:
+    """What vLLM is told for a method, with the number of drafts that is configured."""
+    config = context.config
+    if not is_drafter:
+        told = baseline_speculation(config, name)
+        return VLLMMethod(name, args={"speculative_config": told} if told else {})
+    args = read_serving_config(str(context.measured_drafter)).engine_args(config.decoding.num_speculative_tokens)
+    if not decoding_sampling(config.decoding)[1].greedy:
+        args["speculative_config"] |= {"draft_sample_method": "probabilistic"}
+    return VLLMMethod(name, is_drafter=True, args=args)
+
+
+def decoder_of(context: Context, client: VLLMClient) -> VLLMDecoder:
+    """Decodes by the vLLM that is open, under the context's settings."""
+    return VLLMDecoder(context, client)
+
+
+class VLLMDecoder:
     """``Decode`` by vLLM. ``drafted``: whether any round of speculation was reported so far."""
 
     def __init__(self, context: Context, client: VLLMClient) -> None:

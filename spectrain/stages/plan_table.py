@@ -61,7 +61,7 @@ def show_plan(context: Context) -> None:
         )
     if "eval" in command.stages:
         lines.append(
-            ("suite", f"{config.suite.name}: {config.suite.prompts}, at most {config.suite.max_prompts} prompts")
+            ("suite", f"{config.suite.name}: {config.suite.source}, at most {config.suite.max_prompts} prompts")
         )
         batches, policies = (", ".join(map(str, several)) for several in (config.batch_sizes, config.draft_policies))
         lines.append(("", f"conversations at a time: {batches}; draft policy: {policies}"))

@@ -26,7 +26,7 @@ from spectrain.drafters.foreign_checkpoints import standard_config
 from spectrain.drafters.registry import find_method
 from spectrain.drafters.serving_config import read_serving_config
 from spectrain.errors import InputError
-from spectrain.evaluation.records import EvaluationRecord, PromptResult
+from spectrain.evaluation.records import EvaluationRecord, PromptResult, read_records
 from spectrain.evaluation.report.html import ExampleText, Fact, ReportInputs, ServeCommand, write_report
 from spectrain.evaluation.report.next_step import TrainedOn
 from spectrain.files import check_digest, read_json_lines
@@ -77,6 +77,7 @@ def write_run_report(context: Context, records: Sequence[EvaluationRecord], answ
             target=config.target.name,
             created=datetime.now().astimezone().isoformat(sep=" ", timespec="minutes"),
             records=ordered,
+            sweep=read_records(context.run_dir.eval / "sweep"),
             step_costs=_step_costs(context),
             training=read_json_lines(context.run_dir.metrics) if own else (),
             examples=[_example(context, answer) for answer in answers[:_EXAMPLES]],

@@ -69,7 +69,7 @@ def _check_prompts(context: Context) -> None:
             turns = Turns(Dialogue, context.template, context.eos_ids, context.sampling, longest)
             turns.prepare([(c, split) for c, split, _ in todo], keys, quiet=True)
             _CHECKED.add(asked_for)
-    if command.measures:
+    if command.asks_suite(context.config.sweep.suites):
         for conversation in suite_prompts(context):
             answer_limit(context, conversation, context.template.first_prompt_ids(conversation))
 

@@ -134,6 +134,10 @@ class SlotCache(Cache):
     def keep(self, counts_B: Sequence[int]) -> None:
         self._lengths = [length + count for length, count in zip(self._lengths, counts_B, strict=True)]
 
+    def take_back(self, counts_B: Sequence[int]) -> None:
+        """The last ``counts_B[b]`` tokens of row b go again, though they were kept."""
+        self._lengths = [length - count for length, count in zip(self._lengths, counts_B, strict=True)]
+
     def select(self, rows: Sequence[int]) -> None:
         self._lengths = [self._lengths[row] for row in rows]
         for layer in self.layers:

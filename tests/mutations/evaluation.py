@@ -82,8 +82,8 @@ MUTATIONS = (
     Mutation(
         "baselines sorted behind drafters",
         EVALUATION + "records.py",
-        "methods.get(r.method, 2)",
-        "-methods.get(r.method, 2)",
+        "methods.get(r.method, len(methods))",
+        "-methods.get(r.method, len(methods))",
         (RECORDS,),
     ),
     Mutation(
@@ -124,8 +124,8 @@ MUTATIONS = (
     Mutation(
         "an interval that resamples accepted drafts but not rounds",
         "spectrain/decoding/acceptance.py",
-        "ratios = (counts @ top) / (counts @ bottom)",
-        "ratios = (counts @ top) / bottom.sum()",
+        "(counts @ top) / (counts @ bottom)",
+        "(counts @ top) / bottom.sum()",
         (ACCEPTANCE,),
     ),
     Mutation(
@@ -225,5 +225,47 @@ MUTATIONS = (
         "if record.suite == trained_on.heldout_suite",
         "if record.suite",
         ("tests/unit/test_next_step.py",),
+    ),
+    Mutation(
+        "the suffix of the greatest score loses to a shorter one that equals it",
+        "spectrain/decoding/suffix.py",
+        "if draft.score >= best.score:",
+        "if draft.score > best.score:",
+        ("tests/unit/test_suffix.py",),
+    ),
+    Mutation(
+        "suffix decoding learns from other requests' prompts",
+        "spectrain/decoding/suffix.py",
+        "text[max(request.seen, request.prompt) :]",
+        "text[request.seen :]",
+        ("tests/unit/test_suffix.py",),
+    ),
+    Mutation(
+        "a draft model goes on behind its own drafts",
+        "spectrain/decoding/draft_model.py",
+        "cache.cache.take_back([n] * len(read))",
+        "cache.cache.take_back([1] * len(read))",
+        ("tests/unit/test_draft_model.py",),
+    ),
+    Mutation(
+        "shares of a workload are not applied to the baseline",
+        EVALUATION + "sweep_advice.py",
+        "plain_s + weight * plain / tokens",
+        "plain_s + plain / tokens / len(weights)",
+        ("tests/unit/test_sweep_advice.py",),
+    ),
+    Mutation(
+        "the two sides of a comparison are not drawn together",
+        EVALUATION + "compare_records.py",
+        "sums_Rk = resampled_sums(figures.tolist())",
+        "sums_Rk = np.hstack([resampled_sums(figures[:, s].tolist(), s.start) for s in (slice(0, 2), slice(2, 4))])",
+        ("tests/unit/test_compare_records.py",),
+    ),
+    Mutation(
+        "the logits of a difference are those of the token before",
+        EVALUATION + "lossless.py",
+        "target_logits(len(prompt) + position - 1)",
+        "target_logits(len(prompt) + position - 2)",
+        ("tests/unit/test_lossless.py",),
     ),
 )

@@ -13,7 +13,7 @@ from spectrain.errors import ConfigError
 
 def slow_lookup(text, n, ngram_max, ngram_min):
     for size in range(ngram_max, ngram_min - 1, -1):
-        for start in range(len(text) - size - 1, -1, -1):  # most recent first, the suffix itself excluded
+        for start in range(len(text) - size):  # the first one, the suffix itself excluded
             if text[start : start + size] == text[len(text) - size :]:
                 return text[start + size : start + size + n]
     return []
@@ -31,10 +31,10 @@ def test_lookup_equals_a_written_out_search(ngram_max, ngram_min):
     assert {0, 4} < lengths  # no match, full drafts, and drafts that the end of the text shortens
 
 
-def test_the_longest_match_wins_then_the_most_recent():
+def test_the_longest_match_wins_then_the_first():
     proposer = NGramProposer(3, 1)
     assert proposer.lookup([7, 8, 1, 9, 8, 2, 7, 8], 1) == [1]  # two tokens match at the start, one in the middle
-    assert proposer.lookup([8, 1, 8, 2, 8], 1) == [2]
+    assert proposer.lookup([8, 1, 8, 2, 8], 1) == [1]
 
 
 def test_rows_draft_their_own_counts_and_drafting_leaves_no_trace():

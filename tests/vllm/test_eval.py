@@ -160,3 +160,15 @@ def test_a_server_that_is_started_here_measures_the_same(arguments: list[str], t
     assert theirs.simulated_acceptance_length == ours.simulated_acceptance_length
     assert theirs.output_identical is None and theirs.speedup is None
     assert "vllm-eval-eagle3-1.log" in {log.name for log in (run.path / "logs").iterdir()}
+
+
+def test_a_sweep_in_vllm_counts_the_rounds_of_our_own(arguments: list[str]) -> None:
+    run = run_dir(arguments)
+    sweep = ["eval", "sweep", *arguments, "sweep.num_speculative_tokens=[2]", "sweep.methods=[none,ngram,eagle3]"]
+    assert main(sweep) == 0 and main([*sweep, *VLLM]) == 0
+    cells = {(r.engine, r.method): r for r in read_records(run.eval / "sweep")}
+    assert len(cells) == 6
+    for method in ("ngram", "eagle3"):
+        ours, theirs = cells["hf", method], cells["vllm", method]
+        assert (theirs.rounds, theirs.acceptance_per_position) == (ours.rounds, ours.acceptance_per_position)
+        assert theirs.speedup and [p.key for p in theirs.prompts] == [p.key for p in ours.prompts]

@@ -20,6 +20,7 @@ from markupsafe import Markup
 from spectrain.evaluation.records import EvaluationRecord, Interval
 from spectrain.evaluation.report import plots
 from spectrain.evaluation.report.next_step import TrainedOn, next_step
+from spectrain.evaluation.report.sweep_report import sweep_drawings
 from spectrain.evaluation.report.tables import (
     MISSING,
     compare_with_simulation,
@@ -63,7 +64,8 @@ class ReportInputs:
     """Everything the report shows; what is left empty is left out.
 
     title: the run's name. target: as the reader knows it. created: a date, as text. records: evaluation records, the
-    first one of a drafter makes the headline. step_costs: (what was measured, (tokens in the target's pass, steps a
+    first one of a drafter makes the headline. sweep: the cells of a sweep. step_costs: (what was measured,
+    (tokens in the target's pass, steps a
     second)). training: the trainer's metrics lines, ``{"step", "loss", …}`` and ``{"step",
     "simulated_acceptance_length", "simulated_interval", "simulated_acceptance_length_by_n", …}``. Facts are pairs of
     name and text. trained_on: whose prompts the drafter of this run learnt from, for what to do next. config_yaml: the
@@ -74,6 +76,7 @@ class ReportInputs:
     target: str
     created: str = ""
     records: Sequence[EvaluationRecord] = ()
+    sweep: Sequence[EvaluationRecord] = ()
     step_costs: Sequence[tuple[str, Sequence[tuple[int, float]]]] = ()
     training: Sequence[Mapping[str, Any]] = ()
     examples: Sequence[ExampleText] = ()
@@ -108,6 +111,7 @@ def render_report(inputs: ReportInputs) -> str:
         confidence=confidence_rows(main),
         confidence_figures=list(_confidence_figures(inputs, main)),
         training_figures=list(_training_figures(inputs.training)),
+        sweep_figures=[_Figure(d.title, d.page(), d.note) for d in sweep_drawings(inputs.sweep)],
         examples=[_Example(example) for example in inputs.examples],
     )
 

@@ -28,7 +28,7 @@ INK, MUTED, RULE, ACCENT, PLAIN = "#010101", "#020202", "#030303", "#040404", "#
 _VARIABLES = {INK: "--ink", MUTED: "--muted", RULE: "--rule", ACCENT: "--accent", PLAIN: "--plain"}
 
 _WIDTH_IN, _ROW_IN = 4.2, 0.34
-_STYLE = {
+STYLE = {
     "font.size": 8.5,
     "svg.fonttype": "none",
     "text.parse_math": False,  # a dollar sign in a name is a dollar sign
@@ -75,8 +75,8 @@ class Measured:
 
 def interval_figure(rows: Sequence[Measured], reference: float) -> Markup:
     """A dot with its interval per method, from ``reference`` (what decoding without speculation gives) on."""
-    with mpl.rc_context(_STYLE):
-        figure, axes = _canvas(height_in=0.5 + _ROW_IN * len(rows))
+    with mpl.rc_context(STYLE):
+        figure, axes = canvas(height_in=0.5 + _ROW_IN * len(rows))
         for y, row in enumerate(rows):
             colour = ACCENT if row.main else PLAIN
             low, high = row.interval or (row.value, row.value)
@@ -95,13 +95,13 @@ def interval_figure(rows: Sequence[Measured], reference: float) -> Markup:
         axes.axvline(reference, color=MUTED, linewidth=0.8)
         _name_rows(axes, rows)
         axes.grid(axis="x")
-        return _svg(figure, "Acceptance length by method: " + _spoken(rows))
+        return page_svg(figure, "Acceptance length by method: " + _spoken(rows))
 
 
 def bar_figure(rows: Sequence[Measured], unit: str) -> Markup:
     """A horizontal bar per method, from zero."""
-    with mpl.rc_context(_STYLE):
-        figure, axes = _canvas(height_in=0.3 + _ROW_IN * len(rows))
+    with mpl.rc_context(STYLE):
+        figure, axes = canvas(height_in=0.3 + _ROW_IN * len(rows))
         for y, row in enumerate(rows):
             axes.barh(y, row.value, height=0.56, color=ACCENT if row.main else PLAIN)
             axes.annotate(
@@ -116,13 +116,13 @@ def bar_figure(rows: Sequence[Measured], unit: str) -> Markup:
         axes.xaxis.set_visible(False)
         axes.spines["bottom"].set_visible(False)
         _name_rows(axes, rows)
-        return _svg(figure, f"Throughput in {unit}: " + _spoken(rows))
+        return page_svg(figure, f"Throughput in {unit}: " + _spoken(rows))
 
 
 def survival_figure(series: Sequence[Series]) -> Markup:
     """Bars per draft position: the share of rounds in which the drafts were accepted up to and with this one."""
-    with mpl.rc_context(_STYLE):
-        figure, axes = _canvas(height_in=2.3)
+    with mpl.rc_context(STYLE):
+        figure, axes = canvas(height_in=2.3)
         width = 0.78 / len(series)
         for index, one in enumerate(series):
             offset = (index - (len(series) - 1) / 2) * width
@@ -132,7 +132,7 @@ def survival_figure(series: Sequence[Series]) -> Markup:
                 axes.bar(position + offset, share, width=width * 0.9, color=ACCENT if one.main else PLAIN)
                 if one.main:
                     axes.annotate(
-                        _share(share),
+                        share_label(share),
                         (position + offset, share),
                         (0, 3),
                         textcoords="offset points",
@@ -140,13 +140,15 @@ def survival_figure(series: Sequence[Series]) -> Markup:
                         fontweight="bold",
                     )
         _position_axes(axes, series)
-        return _svg(figure, "Share of rounds in which the drafts were accepted, by position: " + _spoken_series(series))
+        return page_svg(
+            figure, "Share of rounds in which the drafts were accepted, by position: " + _spoken_series(series)
+        )
 
 
 def conditional_figure(series: Sequence[Series]) -> Markup:
     """A line per method: the share of drafts accepted at each position, given that all before them were."""
-    with mpl.rc_context(_STYLE):
-        figure, axes = _canvas(height_in=2.3)
+    with mpl.rc_context(STYLE):
+        figure, axes = canvas(height_in=2.3)
         for one in sorted(series, key=lambda one: one.main):
             positions = range(1, len(one.values) + 1)
             values = [math.nan if share is None else share for share in one.values]
@@ -154,7 +156,7 @@ def conditional_figure(series: Sequence[Series]) -> Markup:
             for position, share in zip(positions, values, strict=True):
                 if one.main and not math.isnan(share):
                     axes.annotate(
-                        _share(share),
+                        share_label(share),
                         (position, share),
                         (0, 6),
                         textcoords="offset points",
@@ -162,13 +164,13 @@ def conditional_figure(series: Sequence[Series]) -> Markup:
                         fontweight="bold",
                     )
         _position_axes(axes, series)
-        return _svg(figure, "Conditional acceptance by position: " + _spoken_series(series))
+        return page_svg(figure, "Conditional acceptance by position: " + _spoken_series(series))
 
 
 def loss_figure(steps: Sequence[float], losses: Sequence[float]) -> Markup:
     """The training loss, each step faintly and a running mean over a thirtieth of the run."""
-    with mpl.rc_context(_STYLE):
-        figure, axes = _canvas(height_in=2.3)
+    with mpl.rc_context(STYLE):
+        figure, axes = canvas(height_in=2.3)
         half = max(1, len(losses) // 60)
         windows = [losses[max(0, i - half) : i + half + 1] for i in range(len(losses))]
         means = [sum(window) / len(window) for window in windows]
@@ -183,15 +185,15 @@ def loss_figure(steps: Sequence[float], losses: Sequence[float]) -> Markup:
             fontweight="bold",
         )
         _step_axis(axes)
-        return _svg(figure, f"Training loss over {steps[-1]:,.0f} steps, from {means[0]:.3g} to {means[-1]:.3g}")
+        return page_svg(figure, f"Training loss over {steps[-1]:,.0f} steps, from {means[0]:.3g} to {means[-1]:.3g}")
 
 
 def simulated_acceptance_figure(
     steps: Sequence[float], lengths: Sequence[float], intervals: Sequence[Interval | None]
 ) -> Markup:
     """Simulated acceptance length over the training steps: its interval as a band, the best evaluation marked."""
-    with mpl.rc_context(_STYLE):
-        figure, axes = _canvas(height_in=2.3)
+    with mpl.rc_context(STYLE):
+        figure, axes = canvas(height_in=2.3)
         lows = [
             length if interval is None else interval[0] for length, interval in zip(lengths, intervals, strict=True)
         ]
@@ -208,13 +210,13 @@ def simulated_acceptance_figure(
         )
         axes.margins(y=0.2)
         _step_axis(axes)
-        return _svg(figure, f"Simulated acceptance length over the steps; best {label} at step {steps[best]:,.0f}")
+        return page_svg(figure, f"Simulated acceptance length over the steps; best {label} at step {steps[best]:,.0f}")
 
 
 def draft_length_figure(by_n: Sequence[tuple[int, float]]) -> Markup:
     """Simulated acceptance length by the number of draft tokens of a round."""
-    with mpl.rc_context(_STYLE):
-        figure, axes = _canvas(height_in=2.3)
+    with mpl.rc_context(STYLE):
+        figure, axes = canvas(height_in=2.3)
         counts, lengths = zip(*by_n, strict=True)
         axes.plot(counts, lengths, "o-", color=ACCENT, markersize=5)
         for count, length in by_n:
@@ -224,7 +226,7 @@ def draft_length_figure(by_n: Sequence[tuple[int, float]]) -> Markup:
         axes.set_xticks(counts)
         axes.set_xlabel("draft tokens per round")
         axes.margins(x=0.08, y=0.2)
-        return _svg(
+        return page_svg(
             figure,
             "Simulated acceptance length by draft tokens: " + ", ".join(f"{n}: {length:.2f}" for n, length in by_n),
         )
@@ -236,8 +238,8 @@ def reliability_figure(
     """Predicted chance against the share that came true, one dot a bin, its area by the number of predictions; right is
     on the diagonal.
     """
-    with mpl.rc_context(_STYLE):
-        figure, axes = _canvas(height_in=3.0)
+    with mpl.rc_context(STYLE):
+        figure, axes = canvas(height_in=3.0)
         axes.plot([0, 1], [0, 1], color=MUTED, linewidth=0.8)
         for bins, colour, width in ((raw, PLAIN, 1.0), (calibrated, ACCENT, 1.6)):
             if not bins:
@@ -253,26 +255,29 @@ def reliability_figure(
         axes.set_xticks(ticks, ["0", ".25", ".5", ".75", "1"])
         axes.set_yticks(ticks, ["0", ".25", ".5", ".75", "1"])
         axes.set_xlabel("predicted chance of being accepted")
-        words = ", ".join(f"{_share(predicted)} came true {_share(happened)}" for predicted, happened, _ in calibrated)
-        return _svg(figure, f"Predicted survival and the share that was accepted: {words}")
+        words = ", ".join(
+            f"{share_label(predicted)} came true {share_label(happened)}" for predicted, happened, _ in calibrated
+        )
+        return page_svg(figure, f"Predicted survival and the share that was accepted: {words}")
 
 
 def cost_figure(points: Sequence[tuple[int, float]], label: str) -> Markup:
     """Steps a second by the number of tokens in the target's pass."""
-    with mpl.rc_context(_STYLE):
-        figure, axes = _canvas(height_in=2.3)
+    with mpl.rc_context(STYLE):
+        figure, axes = canvas(height_in=2.3)
         tokens, rates = zip(*points, strict=True)
         axes.plot(tokens, rates, "o-", color=ACCENT, markersize=4)
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.set_ylim(0, 1.1 * max(rates))
         axes.set_xlabel("tokens in the target's pass")
-        return _svg(
+        return page_svg(
             figure, f"Steps per second, {label}: " + ", ".join(f"{count}: {rate:.1f}" for count, rate in points)
         )
 
 
-def _canvas(height_in: float) -> tuple[Figure, Axes]:
+def canvas(height_in: float) -> tuple[Figure, Axes]:
+    """A figure of the page's width and its axes."""
     # A Figure of our own, not pyplot's: no global state and no display.
     figure = Figure(figsize=(_WIDTH_IN, height_in), layout="constrained")
     return figure, figure.subplots()
@@ -311,7 +316,8 @@ def _weight(row: Measured) -> str:
     return "bold" if row.main else "normal"
 
 
-def _share(share: float) -> str:
+def share_label(share: float) -> str:
+    """``.48``, as drawn."""
     return f"{share:.2f}".removeprefix("0")
 
 
@@ -320,7 +326,9 @@ def _spoken(rows: Sequence[Measured]) -> str:
 
 
 def _spoken_series(series: Sequence[Series]) -> str:
-    return "; ".join(f"{one.name} " + " ".join("–" if v is None else _share(v) for v in one.values) for one in series)
+    return "; ".join(
+        f"{one.name} " + " ".join("–" if v is None else share_label(v) for v in one.values) for one in series
+    )
 
 
 def standalone(figure: str) -> str:
@@ -331,7 +339,7 @@ def standalone(figure: str) -> str:
     return str(figure).replace("<svg", f"<svg{style}", 1) + "\n"
 
 
-def _svg(figure: Figure, description: str) -> Markup:
+def page_svg(figure: Figure, description: str) -> Markup:
     """The figure as an SVG element for the inside of a page: sizeless, described, and without identifiers, dates or
     addresses.
     """

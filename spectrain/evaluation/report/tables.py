@@ -18,7 +18,7 @@ from spectrain.drafters.registry import known_method
 from spectrain.evaluation.records import UNTUNED, EvaluationRecord, Interval
 
 MISSING = "–"
-_WITHOUT_DRAFTER = {"none": "no speculation", "ngram": "n-gram"}
+_WITHOUT_DRAFTER = {"none": "no speculation", "ngram": "n-gram", "suffix": "suffix", "draft_model": "draft model"}
 POLICY_LABELS = {"fixed": "all drafts", "threshold": "threshold", "scheduler": "scheduler"}
 
 # What tells two records of one method apart, in the order of interest.

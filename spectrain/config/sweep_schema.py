@@ -1,0 +1,63 @@
+"""Typed configuration of ``eval sweep``: which cells are measured, and the workload that the recommendation is for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from spectrain.config.keys import HOTTEST, Section, check_temperature, key, require
+
+
+@dataclass(frozen=True)
+class SweepConfig(Section, name="sweep"):
+    """The cells of ``eval sweep``: each combination of these is measured, and is one file in ``eval/sweep/``."""
+
+    num_speculative_tokens: tuple[int, ...] = key(
+        (1, 2, 4), "numbers of tokens that are drafted in a round", at_least=1, at_most=1024
+    )
+    methods: tuple[str, ...] = key(
+        (),
+        "methods: none, ngram, suffix, draft_model, and the drafter's own, such as eagle3; none named: no speculation, "
+        "n-gram, suffix and the drafter",
+        example="[eagle3,ngram,suffix,none]",
+    )
+    suites: tuple[str, ...] = key(
+        (),
+        "suites by name, prompt files by path, or both as NAME:FILE, which reads the file in place of the suite's own "
+        "source; none named: the suite that is configured",
+        example="[gsm8k:gsm8k.jsonl,mt_bench]",
+    )
+    concurrency: tuple[int, ...] = key((1,), "numbers of conversations decoded together", at_least=1, at_most=1 << 16)
+    temperatures: tuple[float, ...] = key(
+        (), "temperatures; none named: decoding.temperature", at_least=0, at_most=HOTTEST, example="[0,0.7]"
+    )
+    context_tokens: tuple[int, ...] = key(
+        (),
+        "lengths in tokens that prompts are brought to by other texts of their suite before them; none named: prompts "
+        "as they are",
+        at_least=1,
+        at_most=1 << 24,
+        example="[2048,4096]",
+    )
+    baseline: Literal["interleaved", "shared"] = key(
+        "interleaved",
+        "what a cell's speed is compared with; interleaved: no speculation, measured again beside each cell, prompt by "
+        "prompt; shared: one measurement for all cells of the same suite and concurrency, half the time but at the "
+        "mercy of what else the machine does",
+    )
+    shares: dict[str, float] = key(
+        make=dict,
+        help="the workload that is recommended for: shares of its output tokens by suite; none named: equal shares",
+        above=0,
+        at_most=1e9,
+        example="{gsm8k: 0.7, mt_bench: 0.3}",
+    )
+
+    def _check(self) -> None:
+        for name in ("num_speculative_tokens", "methods", "suites", "concurrency", "temperatures", "context_tokens"):
+            values = getattr(self, name)
+            require(len(set(values)) == len(values), f"sweep.{name}={list(values)} names one of them twice")
+        for name in ("num_speculative_tokens", "concurrency"):
+            require(getattr(self, name), f"sweep.{name} is empty: name at least one")
+        for temperature in self.temperatures:
+            check_temperature("sweep.temperatures", temperature)

@@ -1,0 +1,230 @@
+"""``eval sweep``: number of drafts × method × suite × concurrency × temperature × context length, a cell a file, and
+what they recommend.
+
+Target and drafter are loaded once. A cell that is there, made from the same inputs, is not measured again, so a sweep
+that was killed goes on with the cell it was at. With vLLM each method and number of drafts is a configuration of its
+own, which is opened once for all its cells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from spectrain.console import say
+from spectrain.data.prompts import Conversation
+from spectrain.decoding.proposers import Proposer
+from spectrain.drafters.drafter import Drafter
+from spectrain.drafters.drafter_folder import read_method
+from spectrain.errors import ConfigError, RunError
+from spectrain.evaluation.lossless import OutputDifference
+from spectrain.evaluation.records import EvaluationRecord, PromptResult, build_record, read_records
+from spectrain.evaluation.report.sweep_report import SUMMARY, write_summary
+from spectrain.stages.answer_suite import (
+    Decode,
+    answer_in_turns,
+    conditions,
+    load_measured_drafter,
+    output_differences,
+    refuse_wrong_output,
+    simulate_same_prompts,
+    suite_prompts,
+)
+from spectrain.stages.baselines import baseline_proposer
+from spectrain.stages.context import Context
+from spectrain.stages.eval import LoopMethod, decode_in_loop, peak_memory_bytes
+from spectrain.stages.eval_vllm import VLLMMethod, decoder_of, engine_version, vllm_method
+from spectrain.stages.run_report import Answer, write_run_report
+from spectrain.stages.sweep_cells import NONE, Cell, cell_inputs, measured_cell, step_by_step, sweep_cells
+from spectrain.target.cpu_kernels import speed_up
+
+
+def sweep(context: Context) -> float | None:
+    """Measure what is missing, then say what all of it recommends. Returns the best speed-up."""
+    if context.config.engine.name == "vllm_server" and context.config.engine.urls:
+        raise ConfigError(
+            "eval sweep starts vLLM itself, once for each method and number of drafts: leave engine.urls empty"
+        )
+    drafter = read_method(context.measured_drafter)
+    cells = sweep_cells(context, drafter)
+    folder = context.run_dir.eval / "sweep"
+    folder.mkdir(parents=True, exist_ok=True)
+    inputs = [cell_inputs(cell) for cell in cells]
+    done = [measured_cell(folder, cell, wanted) for cell, wanted in zip(cells, inputs, strict=True)]
+    say(f"sweep: {len(cells)} cells, {sum(record is not None for record in done)} of them measured already")
+    todo = [(cell, wanted) for cell, wanted, record in zip(cells, inputs, done, strict=True) if record is None]
+    differences: list[tuple[str, OutputDifference]] = []
+    shown: list[Answer] = []
+    measure = _in_loop if context.config.engine.name == "hf" else _in_vllm
+    for record, found, answers in measure(context, todo) if todo else ():
+        record.write(folder)
+        differences += found
+        shown = answers if record.is_drafter else shown
+    for name, difference in differences:
+        say(f"sweep: {name}: {difference}")
+    records = [
+        made for cell, wanted in zip(cells, inputs, strict=True) if (made := measured_cell(folder, cell, wanted))
+    ]
+    best = write_summary(folder, records, context.config.sweep.shares, step_by_step(context, drafter))
+    if todo:
+        write_run_report(context, read_records(context.run_dir.eval), shown)
+    say(f"sweep: {folder / SUMMARY}")
+    refuse_wrong_output(differences)
+    return best
+
+
+# --- measuring -------------------------------------------------------------------------------------------------------
+
+Measured = tuple[EvaluationRecord, list[tuple[str, OutputDifference]], list[Answer]]
+
+
+class _Baselines:
+    """Answers without speculation that are shared by the cells of a group."""
+
+    def __init__(self) -> None:
+        self._found: dict[Any, list[Answer]] = {}
+
+    def put(self, cell: Cell, answers: list[Answer]) -> None:
+        self._found[self._key(cell)] = answers
+
+    def get(self, cell: Cell) -> list[Answer] | None:
+        return self._found.get(self._key(cell))
+
+    @staticmethod
+    def _key(cell: Cell) -> Any:
+        config = cell.context.config
+        return repr(config.suite), config.decoding.temperature
+
+
+def _in_loop(context: Context, todo: Sequence[tuple[Cell, str]]) -> Iterator[Measured]:
+    drafter = None
+    if any(cell.is_drafter for cell, _ in todo):
+        drafter = load_measured_drafter(context, context.model.device)
+        speed_up(drafter)
+    baselines = _Baselines()
+    shared = context.config.sweep.baseline == "shared"
+    version = engine_version_in_loop()
+    for number, (cell, inputs) in enumerate(todo, start=1):
+        say(f"sweep: {number} of {len(todo)}, {cell.name.removesuffix('.json')}")
+        conversations = suite_prompts(cell.context)
+        plain = baselines.get(cell) if shared else None
+        methods = [] if plain is not None else [LoopMethod(NONE)]
+        if cell.method != NONE:
+            proposer: Proposer | None = drafter if cell.is_drafter else baseline_proposer(cell.context, cell.method)
+            methods.append(LoopMethod(cell.method, cell.is_drafter, proposer=proposer))
+        size = cell.context.config.suite.concurrency
+        decodes: list[Decode] = [partial(decode_in_loop, cell.context, method) for method in methods]
+        found = answer_in_turns(cell.context, conversations, decodes, size, cell.method)
+        if plain is None:
+            plain = found[0][0]
+            if shared:
+                baselines.put(cell, plain)
+        answers, timing = found[-1]
+        simulated = _simulated(cell, conversations, drafter) if cell.is_drafter else None
+        record = build_record(
+            conditions(cell.context, methods[-1], size, version),
+            _results(answers),
+            None if cell.method == NONE else _results(plain),
+            simulated,
+            draft_s_per_round=timing.draft_s / timing.rounds if cell.method != NONE and timing.rounds else None,
+            verify_s_per_round=timing.verify_s / timing.rounds if timing.rounds else None,
+            peak_memory_bytes=peak_memory_bytes(cell.context),
+            inputs=inputs,
+        )
+        parted = output_differences(cell.context, plain, answers) if record.output_identical is False else []
+        yield record, [(cell.name.removesuffix(".json"), difference) for difference in parted], answers
+
+
+def _simulated(cell: Cell, conversations: Sequence[Conversation], drafter: Drafter | None) -> Any:
+    return None if drafter is None else simulate_same_prompts(cell.context, conversations, drafter)
+
+
+def engine_version_in_loop() -> str:
+    from importlib import metadata
+
+    return f"transformers {metadata.version('transformers')}"
+
+
+def _in_vllm(context: Context, todo: Sequence[tuple[Cell, str]]) -> Iterator[Measured]:
+    """Configuration by configuration, no speculation first: what its cells are compared with."""
+    needed = {cell.method: cell for cell, _ in todo}
+    if not needed.keys() <= {NONE} and NONE not in needed:
+        say("sweep: no speculation is measured again, for this run's other cells to be compared with")
+    order = sorted(todo, key=lambda pair: (pair[0].method != NONE, pair[0].method, pair[0].n))
+    baselines = _Baselines()
+    version = engine_version(context)
+    plain_of = [_without_speculation(cell) for cell, _ in order if cell.method != NONE]
+    asked: list[tuple[Cell, str | None]] = [(cell, None) for cell in _once(plain_of, order)]
+    asked += [(cell, inputs) for cell, inputs in order]
+    asked.sort(key=lambda pair: pair[0].method != NONE)
+    opened: tuple[str, int] | None = None
+    with _clients() as clients:
+        for cell, inputs in asked:
+            if (cell.method, cell.n) != opened:
+                clients.close()
+                method: VLLMMethod = vllm_method(cell.context, cell.method, cell.is_drafter)
+                clients.current = context.open_vllm(f"sweep-{cell.method}-n{cell.n}", method.args)
+                opened = cell.method, cell.n
+            decode = decoder_of(cell.context, clients.current)
+            size = cell.context.config.suite.concurrency
+            answers, _ = answer_in_turns(
+                cell.context, suite_prompts(cell.context), [decode], size, f"{cell.method} (vLLM)"
+            )[0]
+            if cell.method == NONE:
+                baselines.put(cell, answers)
+            if inputs is None:
+                continue
+            plain = None if cell.method == NONE else baselines.get(cell)
+            record = build_record(
+                conditions(cell.context, method, size, version),
+                _results(answers),
+                None if plain is None else _results(plain),
+                inputs=inputs,
+            )
+            yield record, [], answers
+
+
+def _without_speculation(cell: Cell) -> Cell:
+    return Cell(NONE, False, cell.context, cell.name)
+
+
+def _once(wanted: Sequence[Cell], order: Sequence[tuple[Cell, str]]) -> list[Cell]:
+    """One of each group of ``wanted`` for which ``order`` measures no speculation anyway."""
+    known = {
+        repr((c.context.config.suite, c.context.config.decoding.temperature)) for c, _ in order if c.method == NONE
+    }
+    found = []
+    for cell in wanted:
+        key = repr((cell.context.config.suite, cell.context.config.decoding.temperature))
+        if key not in known:
+            known.add(key)
+            found.append(cell)
+    return found
+
+
+class _Clients:
+    """The vLLM that is open."""
+
+    current: Any = None
+
+    def close(self) -> None:
+        if self.current is not None:
+            self.current.close()
+            self.current = None
+
+
+@contextmanager
+def _clients() -> Iterator[_Clients]:
+    clients = _Clients()
+    try:
+        yield clients
+    finally:
+        clients.close()
+
+
+def _results(answers: Sequence[Answer]) -> list[PromptResult]:
+    if not answers:
+        raise RunError("a cell has no answers")
+    return [answer.result for answer in answers]
