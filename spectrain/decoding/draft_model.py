@@ -35,6 +35,7 @@ class DraftModelProposer:
 
     taps: tuple[int, ...] = ()
     reads_last_hidden = False
+    kv_layers: tuple[int, ...] = ()
 
     def __init__(self, model: TargetModel, vocab_size: int) -> None:
         if model.spec.hybrid:

@@ -152,6 +152,7 @@ class SuffixProposer:
 
     taps: tuple[int, ...] = ()
     reads_last_hidden = False
+    kv_layers: tuple[int, ...] = ()
 
     def __init__(
         self, depth: int = DEPTH, spec_factor: float = SPEC_FACTOR, min_token_prob: float = MIN_TOKEN_PROB

@@ -93,7 +93,7 @@ def simulate_answers(context: Context) -> float | None:
 def _states(context: Context, drafter: Drafter, keys: list[str]) -> tuple[HiddenStateSource, Sequence[int]]:
     """The hidden states of these answers that the drafter reads: stored, or computed now and kept in memory."""
     stored = (context.data_dir.hidden_states / INDEX_NAME).is_file()
-    found = capture.open_store(context, drafter.taps, keys) if stored else None
+    found = capture.open_store(context, drafter.taps, drafter.kv_layers, keys) if stored else None
     if found is not None:
         return found
     store = ResponseStore(context.data_dir.responses)
@@ -113,7 +113,9 @@ def _states(context: Context, drafter: Drafter, keys: list[str]) -> tuple[Hidden
     responses = store.load(keys)
     with torch.no_grad(), ProgressBar("capture", total=len(responses), unit="documents") as bar:
         made = {}
-        for states in context.engine.capture(responses, drafter.taps, context.states_dtype, set()):
+        for states in context.engine.capture(
+            responses, drafter.taps, context.states_dtype, kv_layers=drafter.kv_layers
+        ):
             made[states.key] = states
             bar.advance(1)
     return StatesInMemory([made[response.key] for response in responses]), range(len(responses))
