@@ -29,6 +29,7 @@ from spectrain.training.optim import build_optimizers
 from spectrain.training.strategies import (
     Strategy,
     WholeCopy,
+    sharded_layers,
     share_weights,
 )
 
@@ -76,6 +77,9 @@ class Zero(Strategy):
             import deepspeed  # type: ignore[import-untyped,import-not-found,unused-ignore]
 
             self._deepspeed = deepspeed
+            leaves = {type(layer) for layer in sharded_layers(self.drafter)}
+            if self.stage == 3 and leaves:  # gathered whole, as each is called
+                deepspeed.utils.set_z3_leaf_modules(self._flat, list(leaves))
             self.engine, *_ = deepspeed.initialize(
                 model=self._flat, optimizer=self.optimizers[0], config=self._settings(), dist_init_required=False
             )

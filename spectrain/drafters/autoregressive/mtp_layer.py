@@ -164,7 +164,7 @@ def build_experts(text: Mapping[str, Any]) -> nn.Module:
     return getattr(module, name)(config)
 
 
-class MtpLayer(nn.Module):
+class MtpLayer(AutoregressiveLayer):
     """Projection of [token, hidden state] and one decoder layer. ``text``: fields of the target's configuration;
     ``sizes``: as ``attention_sizes`` gives them; ``offset``: 1 where gains are stored around 0.
     """
