@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from spectrain.drafters.autoregressive.mtp_shape import MtpShape
+from spectrain.drafters.autoregressive.unroll import AutoregressiveLayer
 from spectrain.drafters.layers import LayerShape, RMSNorm, SwiGLU, rotate
 from spectrain.target.mtp_heads import MtpHead
 
