@@ -29,7 +29,6 @@ from spectrain.training.optim import build_optimizers
 from spectrain.training.strategies import (
     Strategy,
     WholeCopy,
-    sharded_layers,
     share_weights,
 )
 
@@ -39,14 +38,17 @@ _LOCAL_RANK = "LOCAL_RANK"
 
 
 class _Flat(nn.Module):
-    """Returns a tuple of tensors, in which DeepSpeed finds what backward begins with."""
+    """Returns a tuple of tensors, in which DeepSpeed finds what backward begins with. Not through the drafter's own
+    ``forward``: parameters that no module of their own reads (lm_head in the loss) are gathered for backward by the
+    hooks of the module that was called.
+    """
 
     def __init__(self, drafter: Drafter) -> None:
         super().__init__()
         self.drafter = drafter
 
     def forward(self, batch: PackedBatch) -> tuple[Tensor, ...]:
-        sums = self.drafter(batch)
+        sums = self.drafter.train_losses(batch)
         self.terms = tuple(sums.terms_K)
         return sums.loss, sums.weight, sums.hits_K, sums.count_K, *sums.terms_K.values()
 
@@ -77,9 +79,6 @@ class Zero(Strategy):
             import deepspeed  # type: ignore[import-untyped,import-not-found,unused-ignore]
 
             self._deepspeed = deepspeed
-            leaves = {type(layer) for layer in sharded_layers(self.drafter)}
-            if self.stage == 3 and leaves:  # gathered whole, as each is called
-                deepspeed.utils.set_z3_leaf_modules(self._flat, list(leaves))
             self.engine, *_ = deepspeed.initialize(
                 model=self._flat, optimizer=self.optimizers[0], config=self._settings(), dist_init_required=False
             )
