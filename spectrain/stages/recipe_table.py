@@ -21,13 +21,14 @@ from spectrain.config.folders import folders, group_options, shipped_folder
 from spectrain.config.loading import compose
 from spectrain.config.plan_schema import DEVICES
 from spectrain.config.schema import SpectrainConfig
-from spectrain.console import stdout
+from spectrain.console import SafeConsole, stdout
 from spectrain.errors import SpectrainError
 from spectrain.files import bytes_text
 from spectrain.reading import read_text, understood
 
 PROMPTS = 50_000  # that recipes for named devices are planned for
 _COLUMNS = ("recipe", "target", "method", "hardware", "disk", "hours", "τ")
+_FILE_COLUMNS = 160
 _BEGIN, _END = "<!-- recipes: written by `make recipes` -->", "<!-- end of recipes -->"
 
 
@@ -52,11 +53,16 @@ class RecipeRow:
 
 def list_recipes(line: Any) -> None:
     """Prints the recipes whose name, target, method or hardware contain all the words of the command line."""
-    table = Table(*_COLUMNS, box=box.SIMPLE, pad_edge=False)
+    name, *others = _COLUMNS
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    table.add_column(name, no_wrap=True)  # it is what one types
+    for other in others:
+        table.add_column(other)
     for row in recipe_rows():
         if all(word.lower() in " ".join(row.cells).lower() for word in line.topics):
             table.add_row(*row.cells)
-    stdout.print(table)
+    # A file or another program gets a line for each.
+    (stdout if stdout.is_terminal else SafeConsole(width=_FILE_COLUMNS, highlight=False)).print(table)
     stdout.print(caption(), soft_wrap=True)
 
 

@@ -267,7 +267,7 @@ def test_the_list_of_recipes(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     )
     assert cli.main(["recipes", "mine"]) == 0
     out = capsys.readouterr().out
-    assert "Qwen3-4B" in out and "DSpark" in out and "8 × MI355X" in " ".join(out.split())
+    assert any({"mine", "Qwen3-4B", "DSpark", "MI355X,"} <= set(line.split()) for line in out.splitlines())
     assert "quickstart" not in out
 
 
