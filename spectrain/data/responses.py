@@ -15,6 +15,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -222,6 +223,14 @@ class ResponseStore:
             except DamagedPartError:
                 renamed.append(path.rename(path.with_name(f"{path.name}.damaged")))
         return renamed
+
+    def whole_keys(self) -> set[str]:
+        """As ``keys``, of the parts that are not damaged."""
+        found = set[str]()
+        for path in self._parts():
+            with suppress(DamagedPartError):
+                found.update(_read(path, ["key"])["key"].to_pylist())
+        return found
 
     def take_over(self, other: ResponseStore) -> None:
         """Move what another store holds into this one, a part at a time, but for responses that are here. After a kill

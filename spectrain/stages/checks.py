@@ -376,6 +376,7 @@ def check_disk(context: Context) -> None:
 def _to_capture(context: Context) -> tuple[list[Conversation], int]:
     """Conversations that have no hidden states yet, and the bytes of those that will be removed before."""
     from spectrain.data.hidden_states import INDEX_NAME
+    from spectrain.data.responses import DamagedPartError
     from spectrain.data.shard_damage import stored_keys
     from spectrain.stages import capture
 
@@ -383,7 +384,10 @@ def _to_capture(context: Context) -> tuple[list[Conversation], int]:
     folder = context.data_dir.hidden_states
     if context.source.folder is None or not (folder / INDEX_NAME).is_file():
         return asked, 0
-    decision = capture.decide(context)
+    try:
+        decision = capture.decide(context)
+    except DamagedPartError:  # its prompts are answered again first
+        return [], 0
     if decision.skip:
         return [], 0
     if decision.action == "restart":

@@ -59,7 +59,7 @@ def _check_prompts(context: Context) -> None:
     if context.prompts_or_none is None and context.config.data.selects:
         return  # a plan that does not read them
     if "generate" in command.stages:
-        stored = ResponseStore(context.data_dir.responses).keys()
+        stored = ResponseStore(context.data_dir.responses).whole_keys()
         conversations = [*context.prompts.train, *context.prompts.heldout]
         asked = zip(conversations, context.splits.items(), strict=True)
         todo = [(conversation, split, key) for conversation, (key, split) in asked if key not in stored]
