@@ -25,7 +25,6 @@ from spectrain.evaluation.parity import DecodedPrompt, compare
 
 FAMILIES = ("mimo", "glm4_moe")
 ANSWER = 24
-# vLLM takes 7 layers of GLM for a model with a head of its own name: it counts from num_hidden_layers.
 OVERRIDES: dict[str, dict[str, Any]] = {"mimo": {}, "glm4_moe": {"use_qk_norm": True}}
 
 
@@ -60,11 +59,11 @@ class Case:
         assert isinstance(found, Mtp)
         return cls(family, native, found, overlay)
 
-    def jobs(self, name: str) -> list[dict[str, Any]]:
+    def jobs(self) -> list[dict[str, Any]]:
         native = {"speculative_config": {"method": "mtp", "num_speculative_tokens": DRAFTS}}
         tuned = read_serving_config(str(self.overlay)).engine_args(DRAFTS)
         assert tuned == {"model": str(self.overlay), **native}
-        return [self._job(f"{name} native", native), self._job(f"{name} tuned", tuned)]
+        return [self._job("native", native), self._job("tuned", tuned)]
 
     def _job(self, name: str, extra: dict[str, Any]) -> dict[str, Any]:
         extra = {**extra, "per_request_spec_decode_metrics": "detailed", "skip_tokenizer_init": True}
@@ -86,23 +85,20 @@ class Case:
         return [DecodedPrompt(prompt.ids, one.ids, one.rounds) for prompt, one in zip(prompts, results, strict=True)]
 
 
-@pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
-    folder = tmp_path_factory.mktemp("mtp")
-    return {name: Case.make(name, folder) for name in FAMILIES}
+@pytest.fixture(scope="module", params=FAMILIES)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return Case.make(request.param, tmp_path_factory.mktemp(request.param))
 
 
 @pytest.fixture(scope="module")
-def reports(cases: dict[str, Case], rounds_process: RoundsProcess) -> dict[str, Any]:
-    return rounds_process.run([job for name, case in cases.items() for job in case.jobs(name)])
+def reports(case: Case, rounds_process: RoundsProcess) -> dict[str, Any]:
+    return rounds_process.run(case.jobs())
 
 
 @pytest.mark.parametrize("head", ["native", "tuned"])
-@pytest.mark.parametrize("name", FAMILIES)
-def test_vllm_drafts_what_our_loop_does(cases: dict[str, Case], reports: dict[str, Any], name: str, head: str) -> None:
-    case = cases[name]
+def test_vllm_drafts_what_our_loop_does(case: Case, reports: dict[str, Any], head: str) -> None:
     drafter = case.native if head == "native" else case.tuned
-    theirs = decoded_by_vllm(case.family, reports[f"{name} {head}"])
+    theirs = decoded_by_vllm(case.family, reports[head])
     report = compare(case.family.model, drafter, case.ours(drafter), theirs, DRAFTS)
     assert report.passed, report.reason()
     assert report.equal + len(report.ties) == report.rounds >= 60
