@@ -177,7 +177,8 @@ class DrafterConfig(Section, name="drafter"):
 
     method: str = key(
         "eagle3",
-        "kind of drafter: eagle3, peagle, mtp, gemma4_mtp, dflash, dspark, dflash2, or one that drafter.module registers",
+        "kind of drafter: eagle3, peagle, mtp, gemma4_mtp, dflash, dspark, dflash2, or one that drafter.module "
+        "registers",
     )
     module: str | None = key(
         None,
