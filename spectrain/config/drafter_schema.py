@@ -40,7 +40,7 @@ class LossConfig(Section, name="drafter.loss"):
 
 @dataclass(frozen=True)
 class AutoregressiveConfig(Section, name="drafter.autoregressive"):
-    """What all autoregressive drafters have (eagle3, peagle, mtp)."""
+    """What all autoregressive drafters have (eagle3, peagle, mtp, gemma4_mtp)."""
 
     ttt_steps: int = key(
         3,
@@ -176,7 +176,9 @@ class DrafterConfig(Section, name="drafter"):
     """A drafter (group ``drafter``)."""
 
     method: str = key(
-        "eagle3", "kind of drafter: eagle3, peagle, mtp, dflash, dspark, dflash2, or one that drafter.module registers"
+        "eagle3",
+        "kind of drafter: eagle3, peagle, mtp, gemma4_mtp, dflash, dspark, dflash2, or one that drafter.module "
+        "registers",
     )
     module: str | None = key(
         None,

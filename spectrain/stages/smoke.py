@@ -53,6 +53,7 @@ _SMALL: dict[str, Any] = {
     "drafter.num_attention_heads": None,
     "drafter.num_key_value_heads": None,
     "drafter.head_dim": None,
+    "drafter.gemma4_mtp.hidden_size": None,
     "trainer.devices": "1",
     "trainer.epochs": 3,
     "trainer.micro_batch_size": 1,
