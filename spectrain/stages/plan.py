@@ -213,7 +213,7 @@ def _heldout(context: Context) -> list[BatchSize]:
     from spectrain.drafters.registry import BatchSize
 
     config, most = context.config, context.config.target.max_length
-    scored = context.prompts.heldout[: config.trainer.eval_documents]
+    scored = _prompts(context).heldout[: config.trainer.eval_documents]
     lengths = (_tokens(conversation, config.sampling.max_new_tokens) for conversation in scored)
     return [BatchSize(min(prompt + answer, most), min(answer, most)) for prompt, answer in lengths]
 

@@ -108,6 +108,8 @@ def _generates(context: Context) -> bool:
 def _check_memory(context: Context) -> None:
     from spectrain.stages.plan import estimate
 
+    if context.prompts_to_plan is None and context.config.data.selects:
+        return  # a plan of as many prompts as a set has
     parameters, there = estimate(context).drafter_parameters, memory_bytes(context.config.target.device)
     if parameters * _PARAMETER_BYTES > there:
         raise ConfigError(

@@ -53,6 +53,20 @@ def test_a_template_that_keeps_blanks_keeps_the_prompts_apart() -> None:
     assert screened.notes() == []
 
 
+def test_rows_of_a_data_set_that_the_template_rejects_are_left_out_and_counted() -> None:
+    """Gemma's template takes no system prompt. A prompt file's own is an error there."""
+    screen = PromptScreen(ChatTemplate(make_tokenizer("gemma")), 100)
+    told = Conversation(id="told", turns=("x",), system="s", source="f:told")
+    split = PromptSplit(train=[*asked("a", "b", "c" * 100), told], heldout=asked("d"))
+    screened = screen.screened(split, DataConfig(path="org/set"))
+    assert (ids(screened.train), screened.rejected, screened.too_long) == (["a", "b"], 1, 1)
+    assert any("1 are none that the chat template takes" in note for note in screened.notes())
+    with pytest.raises(InputError, match="f:told"):
+        screen.screened(split, DIVIDED)
+    with pytest.raises(InputError, match="f:told"):
+        screen.screened(PromptSplit(train=[told], heldout=asked("d")), DataConfig(path="org/set"))
+
+
 @pytest.mark.parametrize("spare", [0, 1])
 def test_prompts_without_room_are_an_error_or_skipped(trimming: ChatTemplate, spare: int) -> None:
     split = PromptSplit(train=asked("a", "b" * 50, "c"), heldout=asked("d", "e" * 50))
