@@ -118,13 +118,12 @@ def _planned(config: SpectrainConfig) -> tuple[str, str]:
 
 def _hardware(config: SpectrainConfig) -> str:
     """Devices, and how the target lies on them."""
-    device = DEVICES.get(config.plan.device)
-    if device is None:
-        return "CPU or one GPU"
-    engine = config.engine
+    device, engine = DEVICES.get(config.plan.device), config.engine
     split = engine.tensor_parallel_size * engine.pipeline_parallel_size
-    count = split * engine.data_parallel_size
-    name = device.label.rpartition(" ")[2] if "Instinct" in device.label else device.label
+    count = 1 if engine.name == "hf" else split * engine.data_parallel_size
+    if device is None and count == 1:
+        return "CPU or one GPU"
+    name = "GPU" if device is None else device.label.removeprefix("AMD Instinct ")
     copies = f", target over {split}" if split > 1 else ", a target on each" if count > 1 else ""
     return f"{count} × {name}{copies}" if count > 1 else f"one {name}"
 
@@ -147,7 +146,9 @@ def _measured(shipped_only: bool) -> dict[str, Any]:
 def markdown(rows: Sequence[RecipeRow]) -> str:
     """The table for ``recipes/README.md``."""
     lines = [f"| {' | '.join(_COLUMNS)} |", "|" + "---|" * len(_COLUMNS)]
-    lines += [f"| {' | '.join((f'`{row.recipe}`', *row.cells[1:]))} |".replace("|  |", "| |") for row in rows]
+    lines += [
+        "".join(f"| {cell} " if cell else "| " for cell in (f"`{row.recipe}`", *row.cells[1:])) + "|" for row in rows
+    ]
     return "\n".join([_BEGIN, "", *lines, "", caption() + ".", "", _END])
 
 
