@@ -14,8 +14,8 @@ from forked import digests
 from spectrain.data.hidden_states import StoredHiddenStates
 from spectrain.data.responses import ResponseStore
 
-# What a clock, or the number of attempts, says.
-_CLOCK = re.compile(r"_s$|_per_round$|share|seconds|speedup|memory|digest|created|time")
+# What a clock, or the number of attempts, says; and where the drafter of a record lies.
+_CLOCK = re.compile(r"_s$|_per_round$|share|seconds|speedup|memory|digest|created|time|^drafter$")
 
 
 def contents(path: Path) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from tiny import tiny_target
 from workplace import make
@@ -115,7 +116,8 @@ def test_a_job_of_submitit_is_warned_and_goes_on(tiny_run):
             assert sweep.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)
         (job,) = {int(log.name.split("_")[0]) for log in path.parent.glob(".submitit/*/*_log.err")}
-        os.kill(job, signal.SIGUSR1)  # its number is that of its process
+        (process,) = psutil.Process(job).children()  # its number is that of the process which starts it
+        process.send_signal(signal.SIGUSR1)
         _, said = sweep.communicate(timeout=120)
     (log,) = path.parent.glob(f".submitit/{job}/*_log.err")
     assert "stopped by SIGUSR1: fit keeps" in log.read_text()
@@ -142,12 +144,16 @@ def test_the_shipped_launcher_of_slurm_composes(monkeypatch, tmp_path):
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     found = {}
 
-    def launch(launcher, job_overrides, initial_job_idx):
-        found.update(launcher.params)
-        raise RuntimeError("not here")
+    class Executor:
+        def __init__(self, **options):
+            pass
+
+        def update_parameters(self, **params):
+            found.update({name.removeprefix("slurm_"): value for name, value in params.items()})
+            raise RuntimeError("not here")
 
     monkeypatch.setattr("shutil.which", lambda name: "/bin/true")
-    monkeypatch.setattr("hydra_plugins.hydra_submitit_launcher.submitit_launcher.SlurmLauncher.launch", launch)
+    monkeypatch.setattr("submitit.AutoExecutor", Executor)
     given = [*make(tmp_path), "run.task=0,1", "run.tasks=2", f"run.dir={tmp_path / 'run'}"]
     assert cli.main(["capture", "-m", "hydra/launcher=slurm_mi300x", "hydra.launcher.partition=gpu", *given]) == 1
     wanted = {"tasks_per_node": 8, "gpus_per_node": 8, "nodes": 1, "partition": "gpu", "signal_delay_s": 120}
