@@ -78,6 +78,8 @@ class Zero(Strategy):
         with _quiet():
             import deepspeed  # type: ignore[import-untyped,import-not-found,unused-ignore]
 
+            # It would be compiled at first use: minutes, and a compiler, for what gloo does already.
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
             self._deepspeed = deepspeed
             self.engine, *_ = deepspeed.initialize(
                 model=self._flat, optimizer=self.optimizers[0], config=self._settings(), dist_init_required=False
