@@ -126,7 +126,8 @@ def test_a_changed_learning_rate_only_trains_again(spectrain, run_dir):
 def test_more_prompts_keep_what_is_there(spectrain, run_dir, tmp_path):
     write_prompts(tmp_path / "more.jsonl", range(30, 34))
     kept = times(run_dir / "responses") | times(run_dir / "hidden_states")
-    del kept[run_dir / "hidden_states/index.json"]
+    for index in ("index.json", "index.copy.json"):
+        del kept[run_dir / "hidden_states" / index]
     train = next(argument for argument in make_arguments(run_dir) if argument.startswith("data.train"))
     path = train.removeprefix("data.train=")
     lines = spectrain("capture", f"data.train=[{path},{tmp_path / 'more.jsonl'}]")
@@ -300,8 +301,9 @@ def test_a_prompt_without_room_is_found_before_anything_is_measured(spectrain, a
 
 
 def test_states_that_changed_on_disk_cost_no_drafter(arguments, run_dir, capsys):
-    index = run_dir / "hidden_states/index.json"
-    index.write_text(index.read_text().replace('"dtype": "float32"', '"dtype": "float33"'))
+    for name in ("index.json", "index.copy.json"):
+        index = run_dir / "hidden_states" / name
+        index.write_text(index.read_text().replace('"dtype": "float32"', '"dtype": "float33"'))
     before = times(run_dir / "drafter")
     assert cli.main(["fit", *arguments, f"run.dir={run_dir}", "trainer.learning_rate=0.02"]) == 2
     assert (
