@@ -24,6 +24,7 @@ from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
 from spectrain.config.trainer_schema import TrainerConfig
+from spectrain.console import say
 from spectrain.data.packing import PackedBatch
 from spectrain.drafters.drafter import Drafter
 from spectrain.drafters.layers import DecoderLayer
@@ -45,8 +46,11 @@ class Strategy(ABC):
         self.accelerator = accelerator
         self.optimizers: list[Optimizer] = build_optimizers(drafter, config)
         self.norm: Tensor | float = float("nan")
-        for layer in sharded_layers(drafter):
+        layers = sharded_layers(drafter)
+        for layer in layers:
             layer.recompute = config.gradient_checkpointing
+        if config.gradient_checkpointing and not layers:
+            say("fit: note: trainer.gradient_checkpointing does nothing: this kind of drafter has no layers of ours")
 
     @abstractmethod
     def begin(self) -> None:

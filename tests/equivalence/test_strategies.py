@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def test_all_strategies_are_one(trained: Path, method: str, capsys: pytest.Captu
         print("\n" + table(trained, method, ways))  # noqa: T201 (what the test is for)
     expected = steps(trained / "one rank" / method)
     assert len(expected) >= 5
-    assert max(line["gradient_norm"] for line in expected) > 1.0 > 0.0  # so that clipping has something to do
+    assert max(line["gradient_norm"] for line in expected) > SETTINGS["max_grad_norm"]  # so some are clipped
     for way in ways[1:]:
         for found, line in zip(steps(trained / way / method), expected, strict=True):
             for name in ("loss", "gradient_norm", "positions", "epoch", "lr"):
@@ -105,8 +106,8 @@ def test_another_strategy_goes_on_from_a_checkpoint(trained: Path, method: str, 
 @pytest.mark.parametrize("method", METHODS)
 def test_one_rank_goes_on_from_shards(trained: Path, method: str, tmp_path: Path) -> None:
     name = f"checkpoints/step-{RESUMED_AT:08d}"
-    (tmp_path / "checkpoints").mkdir()
-    (trained / "zero3" / method / name).rename(tmp_path / name)
+    for kept in (name, "drafter"):
+        shutil.copytree(trained / "zero3" / method / kept, tmp_path / kept)
     train_alone(tmp_path, method)
     for line, wanted in zip(steps(tmp_path), steps(trained / "ddp" / method)[RESUMED_AT:], strict=True):
         assert line["loss"] == pytest.approx(wanted["loss"], rel=2e-4)

@@ -54,6 +54,7 @@ SETTINGS: dict[str, Any] = {
     "checkpoint_every_steps": 1,
     "keep_checkpoints": 9,
     "weight_decay": 0.1,
+    "max_grad_norm": 0.25,
     "warmup_fraction": 0.0,
 }
 
@@ -105,7 +106,7 @@ def two_ranks(folder: Path, *strategies: str) -> Iterator[list[str]]:
     said: list[str] = []
     try:
         yield said
-        said += [process.communicate(timeout=300)[0] for process in processes]
+        said += [process.communicate(timeout=480)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
@@ -122,6 +123,7 @@ def main(folder: Path, strategies: list[str]) -> None:
                 if before and ranks.is_first:
                     name = f"checkpoints/step-{RESUMED_AT:08d}"
                     shutil.copytree(folder / before / method / name, into / name)
+                    shutil.copytree(folder / before / method / "drafter", into / "drafter")
                 ranks.wait()
                 dtype = torch.float32 if strategies else torch.float64
                 train(into, fresh_drafter(method, dtype), strategy_name, ranks)
