@@ -395,7 +395,8 @@ def test_wandb_that_does_not_answer_is_noticed_before_any_work(capsys, monkeypat
         "class Api:\n    def __init__(self, timeout):\n        raise RuntimeError('api_key not configured')\n"
     )
     monkeypatch.syspath_prepend(package.parent)
-    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.setitem(sys.modules, "wandb", sys)  # so that what the test imports is taken away behind it
+    monkeypatch.delitem(sys.modules, "wandb")
     monkeypatch.delenv("WANDB_MODE", raising=False)
     arguments = [*workplace, "logger.trackers=[wandb]"]
     if mode is None:
