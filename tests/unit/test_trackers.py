@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,9 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     files = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
     assert len(files) == 2 and all(file.name == f"run-{run_id}.wandb" for file in files)
     for file, steps in zip(files, ([1, 2], [3, 4]), strict=True):
+        end_s = time.monotonic() + 20  # another process writes it
+        while len(read_wandb(file)[0]) < 2 and time.monotonic() < end_s:
+            time.sleep(0.2)
         history, summary = read_wandb(file)
         assert [line["_step"] for line in history] == steps
         assert all({name: line[name] for name in FLAT} == FLAT for line in history)
