@@ -27,7 +27,7 @@ MUTATIONS = (
         HERE + "unroll.py",
         "            own_k.append(k_MGd)\n            own_v.append(v_MGd)\n",
         "            own_k[:], own_v[:] = [k_MGd], [v_MGd]\n",
-        (FAMILIES,),
+        ("tests/equivalence/test_eagle3_unroll.py", "tests/equivalence/test_mtp.py"),
     ),
     Mutation(
         "mtp: the embedding at position 0 is kept",
