@@ -196,6 +196,10 @@ def test_signals_to_the_launcher_and_to_each_rank(arguments, two, tmp_path):
     assert (path / "drafter/model.safetensors").read_bytes() == (two[0] / "drafter/model.safetensors").read_bytes()
 
 
+def newest(path: Path) -> str:
+    return max((f.name for f in path.glob("checkpoints/step-*")), default="")
+
+
 def kill_when(
     process: subprocess.Popen[str],
     path: Path,
@@ -203,9 +207,10 @@ def kill_when(
     whom: str,
     number: signal.Signals = signal.SIGKILL,
 ) -> str:
-    """A signal once a checkpoint of that name is there, or a newer one. Returns what went to stderr."""
+    """A signal once this run has made a checkpoint of that name, or a newer one. Returns what went to stderr."""
     until = time.monotonic() + 240
-    while max((f.name for f in path.glob("checkpoints/step-*")), default="") < checkpoint:
+    before = newest(path)  # a signal makes one, too: the run before may have come further
+    while newest(path) < checkpoint or newest(path) == before:
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < until
         time.sleep(0.02)
