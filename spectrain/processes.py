@@ -1,5 +1,5 @@
 """Which process somebody is, so that another one, now or later, here or on another machine, can tell whether it still
-runs.
+runs; and which cores it may use.
 
 A number alone does not tell: it is used again, and on another machine, or in another container, it is somebody else's.
 So the time at which the process started, the machine's boot and the namespace of its numbers belong to it. Standard
@@ -75,3 +75,10 @@ def _state_and_start(pid: int) -> tuple[str, str]:
         return fields[0], fields[19]
     except (OSError, IndexError):
         return "", ""
+
+
+def available_cores() -> list[int]:
+    """The cores this process may run on: containers and schedulers give fewer than the machine has."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))

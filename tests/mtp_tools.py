@@ -87,13 +87,13 @@ EXTRA: dict[str, dict[str, Any]] = {
 }
 
 
-def mtp_target(family: str, folder: Path, seed: int = 0, stacked_experts: bool = False, **overrides: Any) -> Path:
+def mtp_target(family: str, folder: Path, seed: int = 0, **overrides: Any) -> Path:
     """A tiny target with a head. MiMo is Qwen2 but for its architecture."""
     known = "qwen2" if family == "mimo" else family
     tiny_target(known, folder, seed=seed, **{**EXTRA.get(family, {}), **overrides})
     if family == "mimo":
         change_config(folder, architectures=["MiMoForCausalLM"])
-    add_mtp_head(folder, seed, stacked_experts)
+    add_mtp_head(folder, seed)
     return folder
 
 

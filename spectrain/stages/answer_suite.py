@@ -17,7 +17,7 @@ import torch
 
 from spectrain.config.folders import prompt_roots
 from spectrain.console import ProgressBar, say
-from spectrain.data.hidden_states import INDEX_NAME
+from spectrain.data.hidden_states import INDEX_NAME, HiddenStateSource
 from spectrain.data.prompts import Conversation
 from spectrain.data.responses import response_key
 from spectrain.decoding.acceptance import AcceptanceStats
@@ -37,7 +37,7 @@ from spectrain.stages import capture
 from spectrain.stages.context import Context
 from spectrain.stages.run_report import Answer
 from spectrain.target.head import TargetHead
-from spectrain.training.simulated_acceptance import simulate_heldout
+from spectrain.training.simulated_acceptance import SimulatedAcceptance, simulate_heldout
 
 _WARM_UP_TOKENS = 8
 _THINKING = ("enable_thinking", "thinking")  # what templates call it
@@ -175,8 +175,19 @@ def simulate_same_prompts(
     found = capture.open_store(context, drafter.taps, drafter.kv_layers, keys)
     if found is None:
         return None
-    store, documents = found
-    with ProgressBar("simulate", total=len(documents), unit="documents") as bar:
+    return simulate_documents(context, drafter, *found).stats
+
+
+def simulate_documents(
+    context: Context,
+    drafter: Drafter,
+    store: HiddenStateSource,
+    documents: Sequence[int],
+    most_tokens: int | None = None,
+) -> SimulatedAcceptance:
+    """``simulate_heldout`` under the configured decoding, with a bar."""
+    config = context.config
+    with torch.no_grad(), ProgressBar("simulate", total=len(documents), unit="documents") as bar:
         return simulate_heldout(
             drafter,
             store,
@@ -184,8 +195,9 @@ def simulate_same_prompts(
             config.decoding,
             context.eos_ids,
             config.trainer.packed_length,
+            most_tokens=most_tokens,
             advance=bar.advance,
-        ).stats
+        )
 
 
 def answer_all(

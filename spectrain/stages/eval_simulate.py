@@ -32,10 +32,10 @@ from spectrain.evaluation.report.tables import interval_text, number, share_text
 from spectrain.evaluation.simulation_tables import Figures, SimulatedText, as_json, figures, tables
 from spectrain.files import with_digest, write_atomically
 from spectrain.stages import capture
-from spectrain.stages.answer_suite import load_measured_drafter
+from spectrain.stages.answer_suite import load_measured_drafter, simulate_documents
 from spectrain.stages.context import Context
 from spectrain.target.model import choose_device
-from spectrain.training.simulated_acceptance import SimulatedAcceptance, simulate_heldout
+from spectrain.training.simulated_acceptance import SimulatedAcceptance
 
 _MOST_DRAFTS = 8  # simulated at least, where a drafter sets no limit
 
@@ -50,17 +50,7 @@ def simulate_answers(context: Context) -> float | None:
     store, documents = _states(context, drafter, keys)
     n = config.decoding.num_speculative_tokens
     most = drafter.shape.max_drafts or max(_MOST_DRAFTS, n)
-    with torch.no_grad(), ProgressBar("simulate", total=len(documents), unit="documents") as bar:
-        simulated = simulate_heldout(
-            drafter,
-            store,
-            documents,
-            config.decoding,
-            context.eos_ids,
-            config.trainer.packed_length,
-            most_tokens=most,
-            advance=bar.advance,
-        )
+    simulated = simulate_documents(context, drafter, store, documents, most)
     seconds = time.perf_counter() - start_s
     kinds = {key: conversation.domain for key, conversation in conversations.items()}
     texts = list(_texts(store, documents, simulated, kinds))

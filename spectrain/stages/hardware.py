@@ -6,9 +6,10 @@ because the run directory, the report, ``doctor`` and published cards all say it
 
 from __future__ import annotations
 
-import os
 import platform
 import sys
+
+from spectrain.processes import available_cores
 
 
 def cpu_name() -> str:
@@ -19,13 +20,6 @@ def cpu_name() -> str:
             return next(names, "") or platform.processor() or "unknown"
     except OSError:
         return platform.processor() or "unknown"
-
-
-def usable_cores() -> int:
-    """Cores that this process may run on: containers and schedulers give fewer than the machine has."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def device_names() -> list[str]:
@@ -40,6 +34,6 @@ def hardware() -> str:
     """``2 cores of AMD EPYC 7763``, or ``8 × AMD Instinct MI300X``."""
     names = device_names()
     if not names:
-        return f"{usable_cores()} cores of {cpu_name()}"
+        return f"{len(available_cores())} cores of {cpu_name()}"
     counted = {name: names.count(name) for name in names}
     return ", ".join(f"{count} × {name}" for name, count in counted.items())

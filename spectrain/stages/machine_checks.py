@@ -20,8 +20,9 @@ from pathlib import Path
 from spectrain.config.schema import SpectrainConfig
 from spectrain.errors import SpectrainError
 from spectrain.files import bytes_text, existing
+from spectrain.processes import available_cores
 from spectrain.stages.findings import Finding, Level, within
-from spectrain.stages.hardware import cpu_name, usable_cores
+from spectrain.stages.hardware import cpu_name
 
 _ASK_S = 10.0
 _OLDEST_PYTHON = (3, 11)
@@ -69,7 +70,7 @@ def check_devices() -> Iterator[Finding]:
     yield Finding(
         "processor",
         "ok",
-        f"{usable_cores()} cores of {cpu_name()}, {bytes_text(total)} memory, {bytes_text(free)} free",
+        f"{len(available_cores())} cores of {cpu_name()}, {bytes_text(total)} memory, {bytes_text(free)} free",
     )
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)

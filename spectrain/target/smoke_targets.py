@@ -76,20 +76,18 @@ def change_config(folder: Path, **fields: Any) -> dict[str, Any]:
     return config
 
 
-def add_mtp_head(folder: Path, seed: int = 0, stacked_experts: bool = False) -> list[str]:
+def add_mtp_head(folder: Path, seed: int = 0) -> list[str]:
     """Give a tiny target (one safetensors file) a multi-token-prediction head of its family: its last layer with
     attention, stirred, behind a random projection. Returns the names of the tensors.
 
-    transformers drops such tensors on loading, and cannot write them. Experts are stored one by one, as in released
-    checkpoints, or as transformers stacks them.
+    transformers drops such tensors on loading, and cannot write them. Experts are stored as the target's are: one by
+    one.
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     text = config.get("text_config") or config
     head = MTP_HEADS[mtp_family(text["model_type"], config.get("architectures") or ())]
     tensors = load_file(folder / SINGLE_FILE)
     made = _head_tensors(tensors, head, text, seed)
-    if not stacked_experts:
-        made = _one_by_one(made)
     save_file({**tensors, **made}, folder / SINGLE_FILE, metadata={"format": "pt"})
     text[head.layers_field] = 1
     change_config(folder, **config)
@@ -114,21 +112,6 @@ def _head_tensors(
     made |= {f"{start}{name}.weight": gain for name in names}
     made[f"{start}{head.projection}.weight"] = like.new_zeros(hidden, 2 * hidden)
     return {name: _stirred(tensor, generator) for name, tensor in sorted(made.items())}
-
-
-def _one_by_one(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Stacks of experts as a tensor for each matrix of each of them."""
-    made = {}
-    for name, tensor in tensors.items():
-        start, _, last = name.rpartition(".")
-        if not start.endswith(".experts"):
-            made[name] = tensor
-            continue
-        for expert, matrix in enumerate(tensor):
-            parts = zip(("gate_proj", "up_proj"), matrix.chunk(2), strict=True)
-            for part, weight in parts if last == "gate_up_proj" else (("down_proj", matrix),):
-                made[f"{start}.{expert}.{part}.weight"] = weight.contiguous().clone()
-    return made
 
 
 def _stirred(tensor: Tensor, generator: torch.Generator) -> Tensor:

@@ -30,9 +30,8 @@ from torch import distributed
 
 from spectrain import signals
 from spectrain.console import console, say
-from spectrain.engines.vllm.args import available_cores
 from spectrain.errors import ConfigError, SpectrainError
-from spectrain.processes import ProcessId
+from spectrain.processes import ProcessId, available_cores
 
 T = TypeVar("T")
 

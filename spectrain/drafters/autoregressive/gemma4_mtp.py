@@ -19,6 +19,7 @@ key-value heads, d size of a head, C centroids or slots of a cache, V vocabulary
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -291,10 +292,8 @@ class Gemma4MTPMethod(AutoregressiveMethod):
     def training_cost(
         self, config: DrafterConfig, trainer: TrainerConfig, entries: Mapping[str, int], corpus: CorpusSize
     ) -> TrainingCost:
-        steps = config.autoregressive.ttt_steps
-        return TrainingCost(
-            outputs=corpus.generated_tokens * steps,
-            batch_outputs=trainer.packed_length * trainer.micro_batch_size * steps,
+        return replace(
+            super().training_cost(config, trainer, entries, corpus),
             token_entries=0,
             output_entries=sum(size for name, size in entries.items() if name != _MATRIX),
             head_entries=entries[_MATRIX],

