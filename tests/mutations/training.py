@@ -163,6 +163,6 @@ MUTATIONS = (
         "spectrain/stages/fit.py",
         "    if not context.ranks.is_first:\n        context.ranks.wait()\n        yield {}\n        return\n",
         "    context.run_dir._locked = True\n",
-        ("tests/pipeline/test_ranks.py::test_one_rank_prints",),
+        ("tests/unit/test_run_dir.py",),
     ),
 )

@@ -3,12 +3,14 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from spectrain.copies import copy_of
 from spectrain.errors import InputError, RunError
 from spectrain.files import file_digest, replacing, write_atomically
+from spectrain.stages import fit
 from spectrain.stages.run_dir import Inputs, RunDir
 
 FIXED = {"target": "t", "drafter.taps": [2, 15, 27]}
@@ -41,6 +43,17 @@ def test_a_finished_stage_with_the_same_inputs_is_skipped(run_dir):
     assert decision.skip
     assert str(decision) == "capture: unchanged, skipped"
     assert run_dir.outputs("capture") == {"number": 1}
+
+
+def test_ranks_other_than_the_first_record_nothing(tmp_path):
+    waited = []
+    ranks = SimpleNamespace(is_first=False, wait=lambda: waited.append(True))
+    other = RunDir(tmp_path / "run")
+    other.path.mkdir()
+    with fit._recorded(SimpleNamespace(ranks=ranks, run_dir=other), decide(other, "fit")) as outputs:
+        outputs["step"] = 1
+    assert waited == [True]  # until the first has removed what is stale
+    assert list(other.path.iterdir()) == []
 
 
 def test_tuples_and_lists_are_the_same_input(run_dir):

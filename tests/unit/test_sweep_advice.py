@@ -74,6 +74,10 @@ def test_a_workload_is_weighted_by_tokens_and_needs_every_suite():
     assert found.keys() == {"eagle3", "none"}
     assert found["eagle3"].speedup == pytest.approx(0.02 / 0.0175)
     assert found["eagle3"].interval == pytest.approx((0.02 / 0.0175,) * 2)  # all prompts alike
+    # Where the suites are not equally fast without speculation: .75 · .02 + .25 · .06 a token.
+    slower = record("eagle3", 2, 1.5, suite="b", prompts=tuple(prompt(i, 4.0, 6.0) for i in range(4)))
+    (unlike,) = advise_workload([fast, slower], {"a": 3, "b": 1})
+    assert unlike.best.speedup == pytest.approx(0.03 / 0.0175)
     (equal,) = advise_workload([fast, slow], {})
     assert equal.best.method == "none" and equal.choices[1].speedup == pytest.approx(0.02 / 0.025)
 
