@@ -10,6 +10,7 @@ from spectrain import cli
 from spectrain.data.hidden_states import StoredHiddenStates
 from spectrain.data.responses import ResponseStore
 from spectrain.drafters.drafter_folder import load_drafter
+from spectrain.errors import InputError
 from spectrain.evaluation.records import read_records
 
 
@@ -115,6 +116,8 @@ def test_responses_of_another_version_are_not_taken_for_damaged(spectrain, run_d
     monkeypatch.setattr("spectrain.data.responses.SCHEMA_VERSION", "2")
     code, said = spectrain("generate")
     assert (code, said.count("\n")) == (2, 1) and "schema version 1" in said
+    with pytest.raises(InputError, match="schema version 1"):
+        ResponseStore(run_dir / "responses").set_aside_damaged()
     assert len(list((run_dir / "responses").glob("part-*.parquet"))) == 1
 
 

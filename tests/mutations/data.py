@@ -306,13 +306,6 @@ MUTATIONS = (
         (SETS,),
     ),
     Mutation(
-        "the draw keeps the prompts of greatest chance",
-        DATA + "prompt_selection.py",
-        "entry = (-draw, -number, conversation)",
-        "entry = (draw, -number, conversation)",
-        (SETS,),
-    ),
-    Mutation(
         "the form of a suite's prompts counts as overlap",
         DATA + "near_copies.py",
         "if count < _FORM:",

@@ -260,6 +260,7 @@ def test_a_training_prompt_that_resembles_a_held_out_one_is_the_one_left_out() -
     held = {c.turns[0].removesuffix(" indeed") for c in selection.heldout}
     trained = {c.turns[0].removesuffix(" indeed") for c in selection.train}
     assert not held & trained and held | trained == set(found)
+    assert held == {c.turns[0].removesuffix(" indeed") for c in select(rows).heldout}
     assert selection.reports[0].near_duplicates == 30
 
 
