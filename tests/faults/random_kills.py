@@ -9,6 +9,7 @@ them, and while files are written. As a program it does as many kills as one lik
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import random
 import shutil
@@ -135,14 +136,19 @@ def _attempt_on_ranks(command: list[str], path: Path, kind: str, after_s: float,
     time.sleep(min(after_s, 2.0))
     victims = [process.pid] if kind.startswith("the launcher") else _children(process.pid)
     if victims and process.poll() is None:
-        os.kill(draw.choice(victims), signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it may end just now
+            os.kill(draw.choice(victims), signal.SIGKILL)
     process.wait(PATIENCE_S)
     _wait_until_alone(path)
     return process.returncode != 0
 
 
 def _children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    """None of a process that has ended meanwhile."""
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except (FileNotFoundError, ProcessLookupError):
+        return []
 
 
 def _wait_until_alone(path: Path) -> None:

@@ -31,10 +31,10 @@ CASES = {
 
 
 def trained(gemma: Gemma4, family: Family, centroids: int, steps: int = 35) -> Gemma4MTP:
-    """Drafts much of what the target says, not all."""
+    """Drafts much of what the target says, not all: it has not seen every fourth answer."""
     drafter = gemma.assistant(centroids, num_layers=2)
-    pairs = zip(family.prompts, family.plain, strict=True)
-    batch = pack_batch([gemma.states(prompt, answer.ids, str(i)) for i, (prompt, answer) in enumerate(pairs)])
+    texts = enumerate(zip(family.prompts, family.plain, strict=True))
+    batch = pack_batch([gemma.states(prompt, answer.ids, str(i)) for i, (prompt, answer) in texts if i % 4])
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-2)
     for _ in range(steps):
         sums = drafter.train_losses(batch)
@@ -64,5 +64,5 @@ def test_vllm_drafts_and_accepts_what_our_loop_does(case: str, tmp_path: Path, r
     assert report.passed, report.reason()
     assert report.equal + len(report.ties) == report.rounds >= 60
     assert len(report.ties) <= 2
-    assert 0.15 < report.theirs.acceptance_rate < 1
-    assert len({round_.drafts for one in theirs for round_ in one.rounds}) > report.rounds / 3
+    assert 0.05 < report.theirs.acceptance_rate < 1
+    assert len({round_.drafts for one in theirs for round_ in one.rounds}) >= 10

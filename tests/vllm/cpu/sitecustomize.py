@@ -71,6 +71,14 @@ def hidden_states_connector_without_cuda(module):
     module.ExampleHiddenStatesConnector.get_required_kvcache_layout = classmethod(lambda cls, config: None)
 
 
+@repairs("vllm.v1.spec_decode.gemma4")
+def centroids_of_gemma4_assistants_without_cuda_graphs(module):
+    """An assistant with centroids is loaded with CUDA graphs of its search, also where there is no CUDA. Without graphs
+    it is searched directly, as vLLM does for batches that are larger than any graph.
+    """
+    module.Gemma4Proposer._setup_centroids_cuda_graphs = lambda self: None
+
+
 if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
     # vLLM's second model runner is written in Triton, which has no CPU backend here: its interpreter runs the kernels,
     # slowly.
