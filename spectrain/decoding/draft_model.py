@@ -18,8 +18,8 @@ from torch import Tensor
 from spectrain.decoding.proposers import Observation, Proposal
 from spectrain.decoding.sampling import SamplingParams, sample, truncated_log_probs
 from spectrain.errors import InputError
-from spectrain.target.kv_cache import SlotCache
 from spectrain.target.model import TargetModel
+from spectrain.target.slot_cache import SlotCache
 
 
 @dataclass

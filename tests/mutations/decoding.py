@@ -50,16 +50,30 @@ MUTATIONS = (
     ),
     Mutation(
         "target's cache not cropped",
-        "spectrain/target/kv_cache.py",
+        "spectrain/target/slot_cache.py",
         "self._lengths = [length + count for length, count in zip(self._lengths, counts_B, strict=True)]",
         "self._lengths = [length + self._write.slots.shape[1] for length in self._lengths]",
         ("tests/equivalence/test_greedy_loop.py",),
     ),
     Mutation(
         "rows of different lengths written to the wrong slots",
-        "spectrain/target/kv_cache.py",
+        "spectrain/target/slot_cache.py",
         "rows_R, slots_R = write.places // write.slots.shape[1], write.slots.flatten()[write.places]",
         "rows_R, slots_R = write.places // write.slots.shape[1], write.slots.flatten()[: len(write.places)]",
+        ("tests/unit/test_kv_cache.py",),
+    ),
+    Mutation(
+        "a hybrid target's state has seen rejected drafts",
+        "spectrain/target/hybrid_cache.py",
+        "part = self._part(rows, states=self._before)",
+        "part = self._part(rows)",
+        ("tests/unit/test_kv_cache.py",),
+    ),
+    Mutation(
+        "rows of a hybrid target that ran in groups come back in the order of the groups",
+        "spectrain/target/hybrid_cache.py",
+        "joined.select(order)",
+        "pass",
         ("tests/unit/test_kv_cache.py",),
     ),
     Mutation(

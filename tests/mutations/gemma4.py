@@ -54,7 +54,7 @@ MUTATIONS = (
     ),
     Mutation(
         "keys and values of the pass are taken from the beginning of the cache",
-        "spectrain/target/kv_cache.py",
+        "spectrain/target/slot_cache.py",
         "return output if output.target_kv is None else _with_new_slots(output, positions_BT)",
         "return output if output.target_kv is None else _with_new_slots(output, positions_BT - start_B1)",
         (KEYS_VALUES,),

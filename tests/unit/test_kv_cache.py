@@ -1,5 +1,7 @@
 """Whatever was drafted and thrown away, the cached target must compute what one pass over the kept text computes."""
 
+import dataclasses
+
 import pytest
 import torch
 from decoders import float64_target, full_forward
@@ -7,7 +9,9 @@ from transformers.masking_utils import create_masks_for_generate
 
 from spectrain.errors import ConfigError, InputError
 from spectrain.target.cpu_kernels import cpu_attention
-from spectrain.target.kv_cache import AttentionMasks, SlotCache, SnapshotCache, open_cache
+from spectrain.target.hybrid_cache import HybridCache, SnapshotCache
+from spectrain.target.kv_cache import open_cache
+from spectrain.target.slot_cache import AttentionMasks, SlotCache
 
 # One family per shape of cache: plain, query/key norm, one window for all layers, windows in turn, soft-capped scores,
 # layers that share keys and values, keys wider than values, attention sinks (eager), recurrent layers.
@@ -28,6 +32,15 @@ CASES = [
 
 @pytest.mark.parametrize(("family", "attention", "overrides"), CASES)
 def test_kept_tokens_see_only_kept_tokens(family, attention, overrides, tmp_path):
+    _kept_tokens_see_only_kept_tokens(open_cache, family, attention, overrides, tmp_path)
+
+
+def test_kept_tokens_see_only_kept_tokens_row_by_row(tmp_path):
+    """As hybrid targets of unknown kinds run."""
+    _kept_tokens_see_only_kept_tokens(SnapshotCache, "qwen3_5", "sdpa", {}, tmp_path)
+
+
+def _kept_tokens_see_only_kept_tokens(make_cache, family, attention, overrides, tmp_path):
     target = float64_target(family, tmp_path, attention, **overrides)
     # Some things are float32 whatever the model's type: an eager softmax, routers, and much of a recurrent layer.
     tolerance = 2e-4 if target.spec.hybrid else 1e-5
@@ -35,7 +48,7 @@ def test_kept_tokens_see_only_kept_tokens(family, attention, overrides, tmp_path
     generator = torch.Generator().manual_seed(1)
     texts = torch.randint(3, target.spec.vocab_size, (3, 160), generator=generator)
     expected = [full_forward(target, text.tolist(), taps) for text in texts]
-    cache = open_cache(target, 3)
+    cache = make_cache(target, 3)
     rows, done = [0, 1, 2], [5, 11, 2]
 
     output = cache.forward(texts[:, : max(done)], done, taps)
@@ -102,7 +115,11 @@ def test_rows_of_different_lengths_run_as_one(family, tmp_path, monkeypatch):
 
 def test_kind_of_cache_follows_the_target(tmp_path):
     assert isinstance(open_cache(float64_target("llama", tmp_path / "a"), 1), SlotCache)
-    assert isinstance(open_cache(float64_target("qwen3_5", tmp_path / "b"), 1), SnapshotCache)
+    target = float64_target("qwen3_5", tmp_path / "b")
+    assert isinstance(open_cache(target, 1), HybridCache)
+    mixed = dataclasses.replace(target.spec, layer_types=("hybrid", "full_attention"))
+    target.spec = mixed
+    assert isinstance(open_cache(target, 1), SnapshotCache)
 
 
 def test_taking_tokens_out_copies_no_keys(tmp_path):
@@ -117,21 +134,53 @@ def test_taking_tokens_out_copies_no_keys(tmp_path):
     assert [layer.keys.data_ptr() for layer in cache.layers] == before
 
 
-def test_hybrid_runs_again_only_what_was_rejected(tmp_path, monkeypatch):
+def test_hybrid_rows_run_together_and_again_only_what_was_rejected(tmp_path, monkeypatch):
     target = float64_target("qwen3_5", tmp_path)
-    cache = SnapshotCache(target, 2)
+    cache = HybridCache(target, 4)
     passes = []
     run = target.run
     monkeypatch.setattr(
-        target, "run", lambda ids, *args, **kwargs: passes.append(ids.shape[1]) or run(ids, *args, **kwargs)
+        target, "run", lambda ids, *args, **kwargs: passes.append(tuple(ids.shape)) or run(ids, *args, **kwargs)
     )
-    cache.forward(torch.randint(3, 300, (2, 6)), [6, 4], ())
-    cache.keep([6, 4])
-    assert passes == [6, 4]
-    passes.clear()
-    cache.forward(torch.randint(3, 300, (2, 4)), [4, 4], ())
-    cache.keep([4, 2])
-    assert passes == [4, 4, 2]  # both rows verify; only the one that lost drafts runs its two tokens again
+
+    def shapes(lengths, keep):
+        passes.clear()
+        cache.forward(torch.randint(3, 300, (4, max(lengths))), lengths, ())
+        cache.keep(keep)
+        return list(passes)
+
+    assert shapes([6, 4, 6, 6], [6, 4, 6, 6]) == [(3, 6), (1, 4)]
+    assert shapes([4, 4, 4, 4], [4, 2, 1, 2]) == [(4, 4), (2, 2), (1, 1)]  # those that lost drafts, by what they keep
+    assert shapes([4, 1, 4, 4], [4, 1, 4, 3]) == [(3, 4), (1, 1), (1, 3)]
+    assert shapes([1, 1, 1, 1], [1, 1, 1, 1]) == [(4, 1)]
+
+
+def test_hybrid_rows_of_different_lengths_leave_and_join(tmp_path):
+    target = float64_target("qwen3_next", tmp_path)
+    taps = (1, target.spec.num_layers)
+    generator = torch.Generator().manual_seed(2)
+    texts = torch.randint(3, target.spec.vocab_size, (4, 60), generator=generator)
+    expected = [full_forward(target, text.tolist(), taps) for text in texts]
+    cache, rows, done = open_cache(target, 3), [0, 1, 2], [0, 0, 0]
+    for step, lengths in enumerate([[9, 3, 17], [5, 1, 2], [1, 4, 1, 4], [3, 3, 3, 3], [1, 8, 1, 2], [7, 2, 7]]):
+        if step == 2:
+            joining = open_cache(target, 1)
+            joining.forward(texts[3:, :6], [6], taps)
+            joining.keep([6])
+            cache.extend(joining)
+            rows, done = [*rows, 3], [*done, 6]
+        if step == 5:
+            cache.select([3, 0, 2])
+            rows, done = [rows[i] for i in (3, 0, 2)], [done[i] for i in (3, 0, 2)]
+        keep = [length if step == 0 else max(1, length - b) for b, length in enumerate(lengths)]
+        ids = torch.randint(3, target.spec.vocab_size, (len(rows), max(lengths)), generator=generator)
+        for b, row in enumerate(rows):
+            ids[b, : keep[b]] = texts[row, done[b] : done[b] + keep[b]]
+        output = cache.forward(ids, lengths, taps)
+        cache.keep(keep)
+        _compare(output, expected, rows, done, keep, 2e-4)
+        assert output.last_hidden_BSH.shape[:2] == ids.shape
+        done = [length + count for length, count in zip(done, keep, strict=True)]
 
 
 @pytest.mark.parametrize(
