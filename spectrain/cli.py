@@ -373,6 +373,23 @@ def compare_records(line: CommandLine) -> None:
     compare_named(line.topics, anyway=line.options.get("anyway", False))
 
 
+def data_matrix(line: CommandLine) -> None:
+    from spectrain.stages.checks import check_config, prepare
+    from spectrain.stages.eval_matrix import measuring_config, named_runs, show_matrix
+
+    runs, suites = named_runs(line.topics), line.options["suites"] or ()
+    sweep = next(word for word in COMMANDS["eval"].words if word.sweeps)
+    jobs = [measuring_config(path, suites) for path in runs.values()] if suites else []
+    for config in jobs:  # a mistake in the last one must not wait for the first
+        check_config(config, sweep)
+        prepare(config, sweep, fetch=False)
+    for name, config in zip(runs, jobs, strict=False):
+        say(f"matrix: {name}")
+        execute(sweep, config, line.dry_run)
+    if not (jobs and line.dry_run):
+        show_matrix(runs, suites, line.options["out"])
+
+
 def explain_topics(line: CommandLine) -> None:
     from spectrain.config.help_text import explain
 
