@@ -6,7 +6,6 @@ Each generated part stands between two comments, so a page holds other text as w
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Iterator, Sequence
 from pathlib import Path
