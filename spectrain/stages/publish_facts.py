@@ -9,7 +9,8 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from spectrain.config.schema import SpectrainConfig
-from spectrain.drafters.drafter_digests import CONFIG, WEIGHTS
+from spectrain.drafters.drafter_digests import CONFIG, weight_files
+from spectrain.drafters.foreign_checkpoints import standard_config
 from spectrain.drafters.hub_drafters import is_hub_id
 from spectrain.drafters.layout_writers import served_by_sglang
 from spectrain.drafters.registry import find_method
@@ -77,7 +78,7 @@ def card_facts(
     target = run_dir.manifest()["target"] or {}
     chosen = recommend(found.records, serving.drafts_step_by_step)
     drafts = serving.num_speculative_tokens if chosen is None else chosen.num_speculative_tokens
-    fields = read_json(run_dir.drafter / CONFIG)
+    fields = standard_config(read_json(run_dir.drafter / CONFIG), str(run_dir.drafter / CONFIG))
     trained = fields.get("spectrain") or {}
     return CardFacts(
         repo=own.repo,
@@ -96,7 +97,8 @@ def card_facts(
         sources=_sources(config, run_dir),
         records=found.records,
         hardware=found.hardware,
-        shape=_shape(fields, run_dir.drafter / WEIGHTS),
+        shape=_shape(fields, sum(file.stat().st_size for file in weight_files(run_dir.drafter))),
+        replaces_target=serving.replaces_target,
         training=_training(run_dir),
         limits=_limits(config, trained, found.records),
         versions=(run_dir.manifest()["stages"].get("fit") or {}).get("versions") or versions(),
@@ -137,17 +139,19 @@ def _called(name: str) -> str:
     return PurePath(name).name if PurePath(name).is_absolute() or name.startswith(("~", ".")) else name
 
 
-def _shape(fields: Mapping[str, Any], weights: Path) -> list[tuple[str, str]]:
+def _shape(fields: Mapping[str, Any], weights_bytes: int) -> list[tuple[str, str]]:
+    """Of a drafter's configuration as the speculators layout has it."""
     layer = fields.get("transformer_layer_config") or {}
     method = find_method(str(fields["speculators_model_type"]))
     vocabulary, whole = fields.get("draft_vocab_size"), layer.get("vocab_size")
     share = "" if vocabulary == whole else f" of the target's {whole:,}"
+    layers = [("layers", f"{layer['num_hidden_layers']} of type {layer.get('model_type')}")]
     return [
         ("method", method.label),
-        ("layers", f"{layer.get('num_hidden_layers')} of type {layer.get('model_type')}"),
+        *(layers if "num_hidden_layers" in layer else []),
         ("taps (auxiliary hidden-state layers)", ", ".join(map(str, fields.get(method.taps_field) or ())) or "none"),
         ("draft vocabulary", f"{vocabulary:,}{share}" if vocabulary else "the target's"),
-        ("weights", f"{bytes_text(weights.stat().st_size)}, {fields.get('torch_dtype', 'unknown type')}"),
+        ("weights", f"{bytes_text(weights_bytes)}, {fields.get('torch_dtype', 'float32')}"),
     ]
 
 
