@@ -118,12 +118,12 @@ _COMPARE = replace(
 _MATRIX = replace(
     _COMPARE,
     name="eval matrix",
-    summary="which data helps which task: acceptance of several runs' drafters on several suites",
+    summary="which data helps which task: several runs' drafters on several suites",
     detail="Prints a table with a row for each run and a column for each suite: acceptance lengths with their "
     "intervals, and which differ by more than chance. What follows are run directories, or the folder of a multirun. "
     "With --suites it measures first what is missing, as `eval sweep` does, into the runs' own eval/sweep/.",
     function="spectrain.cli:data_matrix",
-    writes="nothing, or with --out a table (Markdown) and a picture (SVG, PNG); with --suites eval/sweep/ of each run",
+    writes="--out: table and picture (Markdown, SVG, PNG); --suites: eval/sweep/ of each run",
     examples=(
         "spectrain eval matrix runs/mixes --suites support,varied --out mixes",
         "spectrain eval matrix runs/one runs/other",

@@ -11,7 +11,7 @@ from workplace import make, write_prompts
 from spectrain import cli
 from spectrain.evaluation.records import read_record
 
-RUNS = ("data.max_train=4", "data.max_train=16")
+RUNS = ("data.max_train=16", "data.max_train=4")
 
 
 @pytest.fixture(scope="module")
