@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any
+
+from safetensors import safe_open
 
 from spectrain.config.schema import SpectrainConfig
 from spectrain.drafters.drafter_digests import CONFIG, weight_files
@@ -97,7 +100,7 @@ def card_facts(
         sources=_sources(config, run_dir),
         records=found.records,
         hardware=found.hardware,
-        shape=_shape(fields, sum(file.stat().st_size for file in weight_files(run_dir.drafter))),
+        shape=_shape(fields, weight_files(run_dir.drafter)),
         replaces_target=serving.replaces_target,
         training=_training(run_dir),
         limits=_limits(config, trained, found.records),
@@ -139,20 +142,33 @@ def _called(name: str) -> str:
     return PurePath(name).name if PurePath(name).is_absolute() or name.startswith(("~", ".")) else name
 
 
-def _shape(fields: Mapping[str, Any], weights_bytes: int) -> list[tuple[str, str]]:
-    """Of a drafter's configuration as the speculators layout has it."""
+def _shape(fields: Mapping[str, Any], weights: Sequence[Path]) -> list[tuple[str, str]]:
+    """``fields``: of a drafter's configuration as the speculators layout has it, where a kind need not have layers."""
     layer = fields.get("transformer_layer_config") or {}
     method = find_method(str(fields["speculators_model_type"]))
     vocabulary, whole = fields.get("draft_vocab_size"), layer.get("vocab_size")
     share = "" if vocabulary == whole else f" of the target's {whole:,}"
-    layers = [("layers", f"{layer['num_hidden_layers']} of type {layer.get('model_type')}")]
+    layers = f"{layer.get('num_hidden_layers')} of type {layer.get('model_type')}"
     return [
         ("method", method.label),
-        *(layers if "num_hidden_layers" in layer else []),
+        *([("layers", layers)] if "num_hidden_layers" in layer else []),
         ("taps (auxiliary hidden-state layers)", ", ".join(map(str, fields.get(method.taps_field) or ())) or "none"),
         ("draft vocabulary", f"{vocabulary:,}{share}" if vocabulary else "the target's"),
-        ("weights", f"{bytes_text(weights_bytes)}, {fields.get('torch_dtype', 'float32')}"),
+        ("weights", f"{bytes_text(sum(file.stat().st_size for file in weights))}, {_stored_as(weights)}"),
     ]
+
+
+def _stored_as(weights: Sequence[Path]) -> str:
+    """Type of the largest tensor: a configuration may name the one that was trained in."""
+    sizes: dict[str, int] = {}
+    for file in weights:
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118, which is no mapping
+                part = tensors.get_slice(name)
+                kind = str(part.get_dtype())
+                sizes[kind] = max(sizes.get(kind, 0), math.prod(part.get_shape()))
+    found = max(sizes, key=sizes.__getitem__)
+    return {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}.get(found, found)
 
 
 def _training(run_dir: RunDir) -> list[tuple[str, str]]:
