@@ -46,8 +46,9 @@ COMMAND_LINES = sorted({line for page in PAGES for line in commands(page)})
 
 @pytest.mark.parametrize("command", COMMAND_LINES)
 def test_it_can_be_typed_as_it_stands(command: str) -> None:
-    # What the shell puts there: the number of a task.
-    words = shlex.split(re.sub(r"\$\{?\w+\}?", "1", command), comments=True)
+    # What the shell puts there: the number of a task, and how many there are.
+    line = re.sub(r"\$\{?\w+?_(ID|COUNT)\b\}?", lambda found: "0" if found[1] == "ID" else "4", command)
+    words = shlex.split(line, comments=True)
     parsed = cli.parse(words[1:])
     assert parsed.command or parsed.help or parsed.version
     if parsed.command is None or parsed.command.takes_names:
