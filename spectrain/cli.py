@@ -363,18 +363,22 @@ def compare_records(line: CommandLine) -> None:
 
 
 def data_matrix(line: CommandLine) -> None:
+    from spectrain.config.loading import given_keys
     from spectrain.stages.checks import check_config, prepare
-    from spectrain.stages.eval_matrix import measuring_config, named_runs, show_matrix
+    from spectrain.stages.eval_matrix import measuring_config, named_runs, runs_and_overrides, show_matrix
 
-    runs, suites = named_runs(line.topics), line.options["suites"] or ()
+    names, overrides = runs_and_overrides(line.topics)
+    runs, suites, given = named_runs(names), line.options["suites"] or (), given_keys(overrides)
+    if overrides and not suites:
+        raise ConfigError(f"{overrides[0]} says how to measure: add --suites NAME,NAME, which says what")
     sweep = next(word for word in COMMANDS["eval"].words if word.sweeps)
-    jobs = [measuring_config(path, suites) for path in runs.values()] if suites else []
+    jobs = [measuring_config(path, suites, overrides) for path in runs.values()] if suites else []
     for config in jobs:  # a mistake in the last one must not wait for the first
-        check_config(config, sweep)
-        prepare(config, sweep, fetch=False)
+        check_config(config, sweep, given)
+        prepare(config, sweep, fetch=False, given=given)
     for name, config in zip(runs, jobs, strict=False):
         say(f"matrix: {name}")
-        execute(sweep, config, line.dry_run)
+        execute(sweep, config, line.dry_run, given=given)
     if not (jobs and line.dry_run):
         show_matrix(runs, suites, line.options["out"])
 

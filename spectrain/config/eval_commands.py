@@ -121,11 +121,12 @@ _MATRIX = replace(
     summary="which data helps which task: several runs' drafters on several suites",
     detail="Prints a table with a row for each run and a column for each suite: acceptance lengths with their "
     "intervals, and which differ by more than chance. What follows are run directories, or the folder of a multirun. "
-    "With --suites it measures first what is missing, as `eval sweep` does, into the runs' own eval/sweep/.",
+    "With --suites it measures first what is missing, as `eval sweep` does, into the runs' own eval/sweep/; key=value "
+    "beside it says how.",
     function="spectrain.cli:data_matrix",
     writes="--out: table and picture (Markdown, SVG, PNG); --suites: eval/sweep/ of each run",
     examples=(
-        "spectrain eval matrix runs/mixes --suites support,varied --out mixes",
+        "spectrain eval matrix runs/mixes --suites support,varied suite.max_prompts=40 --out mixes",
         "spectrain eval matrix runs/one runs/other",
     ),
     options=(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,14 @@ from spectrain.errors import ConfigError, InputError
 from spectrain.evaluation.compare_records import records_of
 from spectrain.evaluation.data_matrix import DataMatrix, data_matrices
 from spectrain.evaluation.report.matrix_report import NAME, terminal_table, write_files
+
+_OVERRIDE = re.compile(r"[a-z][a-z_.]*=")
+
+
+def runs_and_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Folders, and settings of the measurement. Folders of a multirun look like settings: what is there is a folder."""
+    overrides = [word for word in words if _OVERRIDE.match(word) and not Path(word).exists()]
+    return [word for word in words if word not in overrides], overrides
 
 
 def named_runs(names: Sequence[str]) -> dict[str, Path]:
@@ -35,11 +44,13 @@ def named_runs(names: Sequence[str]) -> dict[str, Path]:
     return {path.name if short.count(path.name) == 1 else str(path): path for path in found}
 
 
-def measuring_config(run: Path, suites: Sequence[str]) -> SpectrainConfig:
-    """The sweep that measures the drafter of ``run`` on the suites, with as many drafts as it was trained for."""
+def measuring_config(run: Path, suites: Sequence[str], overrides: Sequence[str]) -> SpectrainConfig:
+    """The sweep that measures the drafter of ``run`` on the suites, with as many drafts as it was trained for unless
+    ``overrides`` say otherwise.
+    """
     if not (run / "drafter").is_dir():
         raise InputError(f"{run} has no drafter: train it first, with `spectrain fit`")
-    config = compose([f"run.dir={quoted(str(run))}"])
+    config = compose([*overrides, f"run.dir={quoted(str(run))}"])
     drafts = config.decoding.num_speculative_tokens
     cells = replace(
         config.sweep,

@@ -35,12 +35,14 @@ def cells(runs: Path) -> dict[tuple[str, str], Path]:
 
 def test_what_is_missing_is_measured_once_and_the_matrix_shows_it(mixes, tmp_path, capsys):
     runs, suites = mixes
-    command = ["eval", "matrix", str(runs), "--suites", suites, "--out", str(tmp_path / "out")]
+    command = ["eval", "matrix", str(runs), "--suites", suites, "--out", str(tmp_path / "out"), "suite.max_prompts=3"]
     assert cli.main([*command, "--dry-run"]) == 0
     assert not any(path.exists() for path in [*cells(runs).values(), tmp_path / "out"])
     assert cli.main(command) == 0
     shown = capsys.readouterr().out
-    taus = {key: read_record(path).acceptance_length for key, path in cells(runs).items()}
+    records = {key: read_record(path) for key, path in cells(runs).items()}
+    assert {record.num_prompts for record in records.values()} == {3}
+    taus = {key: record.acceptance_length for key, record in records.items()}
     assert all(f"{tau:.2f}" in shown for tau in taus.values())
     lines = (tmp_path / "out" / "data-matrix.md").read_text().splitlines()
     table = [re.split(r" *\| *", line.strip("| ")) for line in lines if line.startswith("|")]
@@ -62,6 +64,8 @@ def test_mistakes_are_one_line_before_work(mixes, tmp_path, capsys):
         ([str(runs / RUNS[0])], 2, "two or more runs"),
         ([str(tmp_path / "nothing"), str(runs)], 2, "no folder"),
         ([str(runs), "--suites", "few,few"], 2, "--suites"),
+        ([str(runs), "suite.max_prompts=3"], 2, "--suites"),
+        ([str(runs), "--suites", "varied", "suite.max_prompts=0"], 2, "suite.max_prompts=0"),
         ([str(runs), "--suites", "nothing"], 2, "no suite nothing"),
         ([str(runs), str(tmp_path), "--suites", "varied"], 2, "has no drafter"),
         ([str(runs), str(tmp_path)], 2, "holds no evaluation records"),
