@@ -73,7 +73,7 @@ def drawing(matrix: DataMatrix, name: str = NAME) -> Drawing:
     """A heatmap: within a column, the more of the accent colour, the greater; the figure is in the cell."""
 
     def draw() -> Figure:
-        figure, axes = canvas(height_in=0.6 + 0.36 * len(matrix.runs))
+        figure, axes = canvas(height_in=0.6 + 0.46 * len(matrix.runs))
         for x, suite in enumerate(matrix.suites):
             column = {
                 y: cell for y, run in enumerate(matrix.runs) if (cell := matrix.cells[run].get(suite)) is not None
@@ -86,7 +86,9 @@ def drawing(matrix: DataMatrix, name: str = NAME) -> Drawing:
                 )
                 axes.add_patch(patch)
                 text = f"{cell.tau:.2f}{' ≈' if cell.level else ''}"
-                axes.text(x, y, text, ha="center", va="center", fontweight="bold" if cell.best else "normal")
+                weight = "bold" if cell.best else "normal"
+                axes.text(x, y - 0.14 if cell.interval else y, text, ha="center", va="center", fontweight=weight)
+                axes.text(x, y + 0.24, interval_text(cell.interval), ha="center", va="center", fontsize=6.5)
         axes.set_xlim(-0.6, len(matrix.suites) - 0.4)
         axes.set_ylim(len(matrix.runs) - 0.4, -0.6)
         axes.set_xticks(range(len(matrix.suites)), matrix.suites)
