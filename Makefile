@@ -8,6 +8,7 @@
 # make mutations  whether the tests see bugs: breaks a copy of the package in one place at a time and runs the tests that
 #              should notice (tests/mutations). All of them take about six minutes; see PART and SAMPLE
 # make recipes  the table of recipes/README.md, anew
+# make reference  docs/reference.md and what docs/commands/ says of each command's keys and options, anew
 # make smoke   every recipe from end to end on a tiny target of its architecture; SAMPLE: only so many
 # make results  a sweep of methods and numbers of drafts on SmolLM2, into eval/results; SUITES and PROMPTS say of what
 # make bench   speed and memory against plain reference implementations
@@ -31,7 +32,7 @@ TORCH := torch==2.13.0
 # One thread a process: the tests are many and small.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: setup vllm deepspeed demo results test lint unit test-fast mutations recipes smoke bench clean
+.PHONY: setup vllm deepspeed demo results test lint unit test-fast mutations recipes reference smoke bench clean
 
 setup: $(READY)
 
@@ -92,6 +93,9 @@ mutations: setup
 
 recipes: setup
 	$(BIN)/python -m spectrain.stages.recipe_table recipes/README.md
+
+reference: setup
+	$(BIN)/python -m spectrain.config.key_reference docs
 
 smoke: setup
 	OMP_NUM_THREADS=1 $(BIN)/python tests/smoke_recipes.py $(if $(SAMPLE),--sample $(SAMPLE)) $(if $(PART),"$(PART)")

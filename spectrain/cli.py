@@ -289,7 +289,7 @@ class SweepJob:
 
 
 def _multirun(line: CommandLine, command: Command) -> None:
-    from spectrain.config.loading import given_keys, multirun, sweep_jobs
+    from spectrain.config.loading import compose, given_keys, multirun, sweep_jobs, swept
     from spectrain.config.overrides import check_launcher
     from spectrain.stages.checks import check_config, prepare
 
@@ -300,37 +300,26 @@ def _multirun(line: CommandLine, command: Command) -> None:
         raise ConfigError("run.smoke=true takes no -m: try one configuration at a time")
     for config in jobs:
         check_config(config, command, given)
-    shared = _shared_data(line, command)
+    keys, fixed = swept(line.overrides)
+    shared = compose(fixed) if _share_data(keys, command) else None
     data_dir = None if shared is None else Path(shared.run.dir)
     for config in jobs:
         prepare(config, command, data_dir, fetch=False, given=given)
     if shared is not None and command.trains and not line.dry_run:
-        execute(COMMANDS["capture"], shared, given=_fixed_keys(line))
+        execute(COMMANDS["capture"], shared, given=given_keys(fixed))
     with tempfile.TemporaryDirectory() as scratch:
         job = SweepJob(command.name, line.dry_run, data_dir)
         multirun(line.overrides, job, Path(scratch) if line.dry_run else None)
 
 
-def _shared_data(line: CommandLine, command: Command) -> SpectrainConfig | None:
-    """The configuration whose run directory all jobs of a sweep read from: the one they lie in. None if they differ in
-    their data.
+def _share_data(swept_keys: Sequence[str], command: Command) -> bool:
+    """Whether all jobs of a sweep read from one run directory, the one they lie in: where they do not differ in their
+    data.
 
     Responses and hidden states are made there first, once, so that a sweep over a learning rate runs the target no more
     often than one run.
     """
-    from spectrain.config.loading import compose, swept
-
-    keys, fixed = swept(line.overrides)
-    if not (command.trains or command.needs_drafter) or any(_changes_data(key, command) for key in keys):
-        return None
-    return compose(fixed)
-
-
-def _fixed_keys(line: CommandLine) -> frozenset[str]:
-    """Keys that the command line sets to the same value in all jobs."""
-    from spectrain.config.loading import given_keys, swept
-
-    return given_keys(swept(line.overrides)[1])
+    return (command.trains or command.needs_drafter) and not any(_changes_data(key, command) for key in swept_keys)
 
 
 def _changes_data(key: str, command: Command) -> bool:
@@ -371,6 +360,27 @@ def compare_records(line: CommandLine) -> None:
     from spectrain.stages.eval_compare import compare_named
 
     compare_named(line.topics, anyway=line.options.get("anyway", False))
+
+
+def data_matrix(line: CommandLine) -> None:
+    from spectrain.config.loading import given_keys
+    from spectrain.stages.checks import check_config, prepare
+    from spectrain.stages.eval_matrix import measuring_config, named_runs, runs_and_overrides, show_matrix
+
+    names, overrides = runs_and_overrides(line.topics)
+    runs, suites, given = named_runs(names), line.options["suites"] or (), given_keys(overrides)
+    if overrides and not suites:
+        raise ConfigError(f"{overrides[0]} says how to measure: add --suites NAME,NAME, which says what")
+    sweep = next(word for word in COMMANDS["eval"].words if word.sweeps)
+    jobs = [measuring_config(path, suites, overrides) for path in runs.values()] if suites else []
+    for config in jobs:  # a mistake in the last one must not wait for the first
+        check_config(config, sweep, given)
+        prepare(config, sweep, fetch=False, given=given)
+    for name, config in zip(runs, jobs, strict=False):
+        say(f"matrix: {name}")
+        execute(sweep, config, line.dry_run, given=given)
+    if not (jobs and line.dry_run):
+        show_matrix(runs, suites, line.options["out"])
 
 
 def explain_topics(line: CommandLine) -> None:

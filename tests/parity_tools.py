@@ -27,13 +27,15 @@ from spectrain.data.packing import pack_batch
 from spectrain.data.vocab import DraftVocab, full_vocab
 from spectrain.decoding.loop import DecodingSettings, GenerationResult, Prompt, speculative_generate
 from spectrain.drafters.autoregressive.eagle3 import Eagle3
+from spectrain.drafters.drafter import Drafter
 from spectrain.drafters.drafter_folder import save_drafter
 from spectrain.drafters.layers import LayerShape
 from spectrain.drafters.registry import find_method
+from spectrain.drafters.serving_config import read_serving_config
 from spectrain.engines.vllm.args import engine_args
 from spectrain.engines.vllm.process import completion_of
 from spectrain.engines.vllm.requests import Completion, ReportedRound, placed_rounds
-from spectrain.evaluation.parity import DecodedPrompt
+from spectrain.evaluation.parity import DecodedPrompt, ParityReport
 from spectrain.target.families import head_math
 from spectrain.target.head import TargetHead
 from spectrain.target.model import TargetModel
@@ -102,7 +104,7 @@ class Family:
             capture(self.model, prompt, answer.ids, taps, f"d{i}", "train") for i, (prompt, answer) in enumerate(texts)
         ]
 
-    def ours(self, drafter: Eagle3, count: int | None = None) -> list[DecodedPrompt]:
+    def ours(self, drafter: Drafter, count: int | None = None) -> list[DecodedPrompt]:
         """What our loop decodes from the first ``count`` prompts; None: from all."""
         prompts = [Prompt(prompt, ANSWER) for prompt in self.prompts[:count]]
         settings = DecodingSettings(DRAFTS, eos_ids=self.eos_ids)
@@ -174,6 +176,20 @@ def job(name: str, family: Family, folder: Path, **speculation: Any) -> dict[str
             for number, prompt in enumerate(family.prompts)
         ],
     }
+
+
+def served_job(name: str, family: Family, folder: Path, num_drafts: int | None = DRAFTS) -> dict[str, Any]:
+    """The same, told of the drafter what ``spectrain serve`` tells it; ``None``: the folder's own number of drafts."""
+    asked = job(name, family, folder)
+    asked["args"]["speculative_config"] = read_serving_config(str(folder)).speculative_config(num_drafts)
+    return asked
+
+
+def assert_same_rounds(report: ParityReport, least_rounds: int) -> None:
+    """Every round of vLLM is ours, but for a near-tie or two."""
+    assert report.passed, report.reason()
+    assert report.equal + len(report.ties) == report.rounds >= least_rounds
+    assert len(report.ties) <= 2
 
 
 def decoded_by_vllm(family: Family, report: Mapping[str, Any]) -> list[DecodedPrompt]:

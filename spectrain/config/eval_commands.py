@@ -5,6 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from spectrain.config.command_entry import PIPELINE, Command, Option
+from spectrain.errors import ConfigError
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(name for name in text.split(",") if name)
+    if not names or len(set(names)) < len(names):
+        raise ConfigError(f"--suites={text}: name suites, each once, with commas between them")
+    return names
+
 
 EVAL_KEYS = (
     "decoding.num_speculative_tokens",
@@ -106,5 +115,25 @@ _COMPARE = replace(
     takes_names=True,
 )
 
+_MATRIX = replace(
+    _COMPARE,
+    name="eval matrix",
+    summary="which data helps which task: several runs' drafters on several suites",
+    detail="Prints a table with a row for each run and a column for each suite: acceptance lengths with their "
+    "intervals, and which differ by more than chance. What follows are run directories, or the folder of a multirun. "
+    "With --suites it measures first what is missing, as `eval sweep` does, into the runs' own eval/sweep/; key=value "
+    "beside it says how.",
+    function="spectrain.cli:data_matrix",
+    writes="--out: table and picture (Markdown, SVG, PNG); --suites: eval/sweep/ of each run",
+    examples=(
+        "spectrain eval matrix runs/mixes --suites support,varied suite.max_prompts=40 --out mixes",
+        "spectrain eval matrix runs/one runs/other",
+    ),
+    options=(
+        Option("--suites", "suites that are measured where they are not yet: NAME or NAME:FILE", _names, "A,B"),
+        Option("--out", "folder for the table and the picture", str, "FOLDER"),
+    ),
+)
+
 # ``eval`` as the table holds it.
-EVAL_WITH_WORDS = replace(EVAL, words=(_PARITY, _SIMULATE, _SWEEP, _COMPARE))
+EVAL_WITH_WORDS = replace(EVAL, words=(_PARITY, _SIMULATE, _SWEEP, _COMPARE, _MATRIX))

@@ -170,6 +170,4 @@ class SuiteConfig(Section, name="suite"):
             self.grading == "none" or not self.hub or self.answer,
             f"suite.grading={self.grading} needs suite.answer: name the column with the right answer",
         )
-        for name in ("policies", "batches"):
-            values = getattr(self, name)
-            require(len(set(values)) == len(values), f"suite.{name}={list(values)} names one of them twice")
+        self._require_distinct("policies", "batches")

@@ -64,7 +64,7 @@ def command_help(command: Command) -> str:
             *(line for group in groups for line in _wrapped(_group_line(group), "  ", " " * 18)),
             "",
             "Keys (key=value), here with their defaults",
-            *(line for section, keys in _by_section(command.keys) for line in _key_block(section, keys)),
+            *(line for section, keys in keys_by_section(command.keys) for line in _key_block(section, keys)),
             *_wrapped(f"All keys of a section: spectrain help SECTION, such as {command.sections[-1]}", "  "),
             "",
         ]
@@ -127,13 +127,14 @@ def help_of(key: str) -> str:
     return _field(key).metadata.get("help", "")
 
 
-def _type_of(key: str) -> str:
+def type_of(key: str) -> str:
     """Type or options, and bounds."""
     bounds = describe_bounds(_field(key).metadata)
     return f"{describe(all_keys()[key])}{f'; {bounds}' if bounds else ''}"
 
 
-def _default_of(key: str) -> str:
+def default_of(key: str) -> str:
+    """As one would type it."""
     return _yaml_value(flatten(SpectrainConfig())[key])
 
 
@@ -166,7 +167,7 @@ def _another_number(kind: type, default: Any, bounds: Any) -> Any:
 
 def _key_lines(key: str, indent: str = "  ") -> list[str]:
     """Two lines or more: the key with its default and type, then what it means."""
-    head, kind = f"{indent}{key}={_default_of(key)}", _type_of(key)
+    head, kind = f"{indent}{key}={default_of(key)}", type_of(key)
     first = f"{head:<{_TYPE_COLUMN}}" if len(head) < _TYPE_COLUMN - 1 else f"{head}  "
     one_line = len(first) + len(kind) <= _WIDTH
     lines = [f"{first}{kind}"] if one_line else [head, *_wrapped(kind, f"{indent}    ")]
@@ -177,7 +178,7 @@ def _key_block(section: str, keys: Iterable[str]) -> list[str]:
     return [f"  {section}", *(line for key in keys for line in _key_lines(key, "    "))]
 
 
-def _by_section(keys: Iterable[str]) -> list[tuple[str, list[str]]]:
+def keys_by_section(keys: Iterable[str]) -> list[tuple[str, list[str]]]:
     """Keys with the section that each belongs to, in the order of the schema."""
     found: dict[str, list[str]] = {name: [] for name in sections()}
     for key in dict.fromkeys(keys):
@@ -190,7 +191,7 @@ def _key_help(key: str) -> str:
     rows = [
         ("type", describe(all_keys()[key])),
         *([("bounds", bounds)] if bounds else []),
-        ("default", _default_of(key)),
+        ("default", default_of(key)),
         ("example", f"{key}={example_of(key)}"),
     ]
     lines = [key, *_wrapped(help_of(key), "  "), ""]
@@ -204,7 +205,7 @@ def _section_help(name: str) -> str:
     about = " ".join((inspect.getdoc(sections()[name]) or "").split()).replace("``", "")
     keys = [key for key in flatten(SpectrainConfig()) if key.startswith(f"{name}.")]
     lines = [*_wrapped(f"{name}: {about}"), "", "Keys (key=value), here with their defaults"]
-    for section, members in _by_section(keys):
+    for section, members in keys_by_section(keys):
         lines += _key_block(section, members)
     return "\n".join(lines)
 
@@ -222,11 +223,11 @@ def _group_help(group: str) -> str:
     found = group_options(group)
     width = max((len(name) for name in found), default=0) + 2
     for name, file in found.items():
-        lines += _wrapped(f"{name:<{width}}{_first_comment(file)}", "  ", " " * (width + 2))
+        lines += _wrapped(f"{name:<{width}}{first_comment(file)}", "  ", " " * (width + 2))
     return "\n".join(lines)
 
 
-def _first_comment(file: Path) -> str:
+def first_comment(file: Path) -> str:
     """What a YAML file says of itself: its first comment that is no directive to Hydra."""
     for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
         text = line.removeprefix("#").strip()

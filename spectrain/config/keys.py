@@ -97,6 +97,14 @@ class Section:
     def _check(self) -> None:
         """Conflicts between keys of this section. Raises ConfigError."""
 
+    def _require_distinct(self, *names: str) -> None:
+        """ConfigError for a list of this section in which a value comes twice."""
+        for name in names:
+            values = getattr(self, name)
+            require(
+                len(set(values)) == len(values), f"{self.section_name}.{name}={list(values)} names one of them twice"
+            )
+
 
 def require(condition: object, message: str) -> None:
     """ConfigError with ``message`` unless the condition holds."""

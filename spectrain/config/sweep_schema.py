@@ -54,9 +54,9 @@ class SweepConfig(Section, name="sweep"):
     )
 
     def _check(self) -> None:
-        for name in ("num_speculative_tokens", "methods", "suites", "concurrency", "temperatures", "context_tokens"):
-            values = getattr(self, name)
-            require(len(set(values)) == len(values), f"sweep.{name}={list(values)} names one of them twice")
+        self._require_distinct(
+            *("num_speculative_tokens", "methods", "suites", "concurrency", "temperatures", "context_tokens")
+        )
         for name in ("num_speculative_tokens", "concurrency"):
             require(getattr(self, name), f"sweep.{name} is empty: name at least one")
         for temperature in self.temperatures:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from spectrain.errors import InputError
@@ -42,27 +42,49 @@ class HubSet:
     def rows(self) -> Iterator[Mapping[str, Any]]:
         """Its rows, in order. Raises UnreachableError, and InputError for what cannot be read."""
         with _understood(self.path):
-            yield from self._open()
+            yield from open_set(self.path, self.subset, self.split, self.revision)
 
-    def _open(self) -> Any:
-        import datasets
 
-        logging.getLogger("datasets").setLevel(logging.ERROR)
-        place = Path(self.path).expanduser()
-        if not self.is_local:
-            return datasets.load_dataset(
-                self.path, self.subset, split=self.split, revision=self.revision, streaming=True
-            )
-        if place.is_file():
-            builder = _BUILDERS.get(place.suffix)
-            if builder is None:
-                known = ", ".join(_BUILDERS)
-                raise InputError(f"data.path={self.path} is no file of a data set: use {known}, or a folder")
-            return datasets.load_dataset(builder, data_files={self.split: str(place)}, split=self.split, streaming=True)
-        if any((place / name).is_file() for name in _SAVED):
-            saved = datasets.load_from_disk(str(place))  # mapped, not read
-            return saved[self.split] if isinstance(saved, Mapping) else saved
-        return datasets.load_dataset(str(place), self.subset, split=self.split, streaming=True)
+def open_set(
+    path: str,
+    subset: str | None,
+    split: str,
+    revision: str | None,
+    file: str | None = None,
+    streaming: bool = True,
+) -> Any:
+    """The rows of a set on the Hub, of a local folder or file of one, or of one ``file`` of it, whatever the set's own
+    configurations are.
+
+    ``streaming``: rows come one by one and nothing is stored; else the set is kept in the cache of ``datasets``, for a
+    time without a network. Raises whatever ``datasets`` does.
+    """
+    import datasets
+
+    datasets.disable_progress_bars()
+    logging.getLogger("datasets").setLevel(logging.ERROR)
+    place = Path(path).expanduser()
+    local = os.path.exists(place)
+    if file is not None:
+        where = str(place / file) if local else f"hf://datasets/{path}{f'@{revision}' if revision else ''}/{file}"
+        return _table(where, "train", streaming)
+    if not local:
+        return datasets.load_dataset(path, subset, split=split, revision=revision, streaming=streaming)
+    if place.is_file():
+        return _table(str(place), split, streaming)
+    if any((place / name).is_file() for name in _SAVED):
+        saved = datasets.load_from_disk(str(place))  # mapped, not read
+        return saved[split] if isinstance(saved, Mapping) else saved
+    return datasets.load_dataset(str(place), subset, split=split, streaming=streaming)
+
+
+def _table(file: str, split: str, streaming: bool) -> Any:
+    import datasets
+
+    builder = _BUILDERS.get(PurePath(file).suffix)
+    if builder is None:
+        raise ValueError(f"{PurePath(file).name} is no file of a data set: use {', '.join(_BUILDERS)}, or a folder")
+    return datasets.load_dataset(builder, data_files={split: file}, split=split, streaming=streaming)
 
 
 def find_set(path: str, subset: str | None, split: str, revision: str | None) -> HubSet:

@@ -19,7 +19,7 @@ from spectrain.evaluation.prompt_figures import PromptFigures
 from spectrain.evaluation.records import EvaluationRecord, Interval, read_record
 
 # Conditions that must agree, and what they are called.
-_CONDITIONS = {
+CONDITIONS = {
     "target": "target",
     "target_revision": "target revision",
     "engine": "engine",
@@ -113,7 +113,7 @@ def pairs(
 def differing_conditions(first: EvaluationRecord, second: EvaluationRecord) -> list[str]:
     """``temperature 0 and 0.7``, for each condition that two records do not share."""
     found = []
-    for field, name in _CONDITIONS.items():
+    for field, name in CONDITIONS.items():
         ours, theirs = getattr(first, field, None), getattr(second, field, None)
         if ours != theirs:
             found.append(f"{name} {_short(ours)} and {_short(theirs)}")

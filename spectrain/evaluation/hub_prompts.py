@@ -7,8 +7,6 @@ of one's own (``suite.path``).
 
 from __future__ import annotations
 
-import logging
-import os
 import re
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
@@ -16,11 +14,11 @@ from pathlib import PurePath
 from typing import Any
 
 from spectrain.config.evaluation_schema import SuiteConfig
+from spectrain.data.hub_sets import open_set
 from spectrain.data.prompts import Conversation
 from spectrain.errors import ConfigError, InputError
 
 _COLUMN = re.compile(r"\{([\w|]+)\}")
-_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
 
 def hub_prompts(config: SuiteConfig) -> list[Conversation]:
@@ -50,28 +48,14 @@ def _tables(config: SuiteConfig) -> Iterator[tuple[str | None, list[dict[str, An
 
 @lru_cache(maxsize=16)
 def _rows(hub: str, revision: str | None, subset: str | None, split: str, file: str | None) -> list[dict[str, Any]]:
-    import datasets
-
-    datasets.disable_progress_bars()
-    logging.getLogger("datasets").setLevel(logging.ERROR)
     try:
-        if file is None:
-            found = datasets.load_dataset(hub, subset, split=split, revision=revision)
-        else:
-            place = os.path.join(hub, file) if os.path.isdir(hub) else _address(hub, revision, file)
-            kind = _FORMATS.get(PurePath(file).suffix, "json")
-            found = datasets.load_dataset(kind, data_files=place, split="train")
-        return [dict(row) for row in found]
+        return [dict(row) for row in open_set(hub, subset, split, revision, file, streaming=False)]
     except Exception as error:  # what it raises is its own affair: of networks, of files, of scripts it will not run
         reason = (" ".join(str(error).split()) or type(error).__name__)[:200]
         raise InputError(
             f"suite.hub={hub} cannot be read ({reason}): connect to the Hub, or name a file of prompts with "
             "suite.path=FILE.jsonl"
         ) from error
-
-
-def _address(hub: str, revision: str | None, file: str) -> str:
-    return f"hf://datasets/{hub}{f'@{revision}' if revision else ''}/{file}"
 
 
 def _conversation(config: SuiteConfig, row: Mapping[str, Any], number: int, category: str | None) -> Conversation:

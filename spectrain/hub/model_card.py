@@ -18,6 +18,8 @@ from spectrain.evaluation.records import EvaluationRecord
 from spectrain.evaluation.report.tables import compare_with_simulation, interval_text, number, share_text
 
 MISSING = "not measured"
+# Kinds whose folder is in another layout than that of speculators' library.
+_LIBRARIES = {"mtp": "vllm", "gemma4_mtp": "transformers"}
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,8 @@ class CardFacts:
     base_model: Hub id of the target, None where it has none. trained_for: the weights it was trained for, as recorded.
     records: of this drafter. hardware: of each record, by its file name. parity: what the gate found (manifest), None
     where it was not run; verified: whether it has passed for exactly these weights. speculation: vLLM's
-    ``speculative_config``. sglang: whether SGLang serves such a drafter, as ``spectrain convert`` writes it.
+    ``speculative_config``. replaces_target: it is a tuned head, which is served in the target's place. sglang: whether
+    SGLang serves such a drafter, as ``spectrain convert`` writes it.
     """
 
     repo: str
@@ -47,6 +50,7 @@ class CardFacts:
     parity: Mapping[str, Any] | None
     speculation: Mapping[str, Any]
     max_model_len: int | None = None
+    replaces_target: bool = False
     sglang: bool = False
     license: str | None = None
     languages: Sequence[str] = ()
@@ -85,7 +89,7 @@ def metadata(facts: CardFacts) -> ModelCardData:
         datasets=list(facts.datasets) or None,
         eval_results=[_result(record) for record in _measured(facts)] or None,
         language=list(facts.languages) or None,
-        library_name="speculators",
+        library_name=_LIBRARIES.get(facts.method, "speculators"),
         license=facts.license,
         model_name=facts.repo.rpartition("/")[2],
         pipeline_tag="text-generation",
@@ -141,13 +145,23 @@ def _introduction(facts: CardFacts) -> str:
 
 
 def serve_command(facts: CardFacts) -> str:
-    """One command with which vLLM serves target and drafter."""
+    """One command with which vLLM serves target and drafter. Of a tuned head the rest of the target has to be linked
+    beside it first, which ``spectrain serve`` does.
+    """
+    if facts.replaces_target:
+        return f"spectrain serve drafter.path={facts.repo}"
     length = "" if facts.max_model_len is None else f" --max-model-len {facts.max_model_len}"
     return f"vllm serve {facts.base_model or 'TARGET'}{length} --speculative-config '{json.dumps(facts.speculation)}'"
 
 
 def _serving(facts: CardFacts) -> str:
     text = f"With vLLM:\n\n```bash\n{serve_command(facts)}\n```"
+    if facts.replaces_target:
+        text += (
+            "\n\nThis repository holds the head, not the target: the command fetches both, links the target's files "
+            f"beside the head, and starts `vllm serve` there with `--speculative-config "
+            f"'{json.dumps(facts.speculation)}'`."
+        )
     if facts.base_model is None:
         text += "\n\n`TARGET`: the folder of the target's weights, which are not on the Hub under a name that is known."
     if facts.sglang:

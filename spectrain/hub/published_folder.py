@@ -12,13 +12,15 @@ from typing import Any
 
 from markupsafe import escape
 
-from spectrain.drafters.drafter_digests import CONFIG, with_digests
+from spectrain.drafters.drafter_digests import CONFIG, INDEX, weight_files, with_digests
+from spectrain.drafters.overlay import recorded_files
 from spectrain.errors import RunError
 
 # Of ``spectrain`` in config.json: what a reader needs, and nothing that a later version may add without thinking of it.
 _PUBLIC = (
     *("ttt_steps", "confidence_temperatures", "max_model_len", "coverage", "step", "simulated_acceptance_length"),
     *("target_revision", "target_fingerprint", "target_tokenizer"),
+    *("target_architectures", "num_speculative_tokens", "overlay"),  # of folders in another layout than speculators'
 )
 _ABSOLUTE = re.compile(r"(?:/|~|[A-Za-z]:[\\/]|\\\\|file:)")
 _TEXTS = {".json", ".md", ".html", ".svg", ".txt", ".yaml"}
@@ -29,16 +31,39 @@ def public_config(config: Mapping[str, Any], base_model: str, folder: Path) -> d
     """``config.json`` with the target by its name on the Hub, and digests of what is published; the weights lie in
     ``folder``.
 
+    A drafter names its target in the speculators layout, a target with a tuned head under ``spectrain.drafter``, an
+    assistant in transformers' layout as ``spectrain.target``.
+
     Raises RunError naming a field that still holds a path of this machine.
     """
-    speculation = config["speculators_config"]
-    verifier = {**speculation["verifier"], "name_or_path": base_model}
-    own = {name: value for name, value in (config.get("spectrain") or {}).items() if name in _PUBLIC}
-    public = {**config, "speculators_config": {**speculation, "verifier": verifier}, "spectrain": own}
+    section = config.get("spectrain") or {}
+    own = {name: value for name, value in section.items() if name in _PUBLIC}
+    if "drafter" in section:
+        own["drafter"] = _for_target(section["drafter"], base_model)
+    elif "target" in section:
+        own["target"] = base_model
+    public = {**_for_target(config, base_model), "spectrain": own}
     for field, text in _texts(public):
         if _ABSOLUTE.match(text):
             raise RunError(f"{CONFIG}: {field} is {text}, a path of this machine, which is not published: remove it")
     return with_digests(public, folder)
+
+
+def _for_target(config: Mapping[str, Any], base_model: str) -> dict[str, Any]:
+    """With another name for the target, where there is one."""
+    speculation = config.get("speculators_config")
+    if speculation is None:
+        return dict(config)
+    verifier = {**speculation["verifier"], "name_or_path": base_model}
+    return {**config, "speculators_config": {**speculation, "verifier": verifier}}
+
+
+def published_files(folder: Path) -> list[Path]:
+    """What goes up beside ``config.json``: the weights. Of a target with a tuned head that is the head, the index, and
+    what was written anew of the target's shards; the target's own files are linked again where it is served.
+    """
+    again = [folder / name for name, entry in recorded_files(folder).items() if "without" in entry]
+    return [*weight_files(folder), *([folder / INDEX] if (folder / INDEX).is_file() else []), *again]
 
 
 def write_config(config: Mapping[str, Any], folder: Path) -> None:

@@ -18,7 +18,7 @@ from rich.markdown import Markdown
 
 from spectrain.config.schema import SpectrainConfig
 from spectrain.console import say, stdout
-from spectrain.drafters.drafter_digests import CONFIG, WEIGHTS, check_drafter_digests
+from spectrain.drafters.drafter_digests import CONFIG, check_drafter_digests, weight_files
 from spectrain.drafters.hub_drafters import is_hub_id
 from spectrain.drafters.serving_config import ServingConfig, read_serving_config
 from spectrain.errors import ConfigError, InputError
@@ -26,7 +26,7 @@ from spectrain.evaluation.report.html import ReportInputs, write_report
 from spectrain.evaluation.report.plots import Series, standalone, survival_figure
 from spectrain.files import read_json_lines, replace_folder
 from spectrain.hub.model_card import CardFacts, render_card
-from spectrain.hub.published_folder import public_config, refuse_private, write_config
+from spectrain.hub.published_folder import public_config, published_files, refuse_private, write_config
 from spectrain.hub.upload import Repository, upload
 from spectrain.reading import read_json
 from spectrain.stages.eval_parity import parity_record
@@ -79,10 +79,11 @@ def _checked(config: SpectrainConfig) -> tuple[RunDir, ServingConfig]:
     folder = run_dir.drafter
     if not folder.is_dir() or not run_dir.outputs("fit"):
         raise InputError(f"run.dir={run_dir.path} holds no finished drafter: run spectrain fit first")
-    if not (folder / WEIGHTS).is_file() or "speculators_config" not in read_json(folder / CONFIG):
-        raise InputError(f"{folder} is not in the speculators layout, and no other is published")
+    serving, fields = read_serving_config(str(folder)), read_json(folder / CONFIG)
+    ours = serving.replaces_target or "speculators_config" in fields or "target" in (fields.get("spectrain") or {})
+    if not ours or not weight_files(folder):
+        raise InputError(f"{folder} is not as fit writes it, and nothing else is published: run spectrain fit again")
     check_drafter_digests(folder)
-    serving = read_serving_config(str(folder))
     if not serving.known_to_vllm:
         raise ConfigError(f"run.dir={run_dir.path}: vLLM has no {serving.method} drafters, so nobody could serve it")
     return run_dir, serving
@@ -115,19 +116,20 @@ def _repository(config: SpectrainConfig) -> Repository:
 
 
 def _write(folder: Path, config: SpectrainConfig, run_dir: RunDir, facts: CardFacts, found: Measured) -> None:
-    source = read_json(run_dir.drafter / CONFIG)
+    source, files = read_json(run_dir.drafter / CONFIG), published_files(run_dir.drafter)
     if folder.exists() and not (folder / _CARD).is_file():
         raise InputError(f"publish.out={folder} is there, and nothing that publish has written: name another folder")
 
     def fill(into: Path) -> None:
-        shutil.copyfile(run_dir.drafter / WEIGHTS, into / WEIGHTS)
+        for file in files:
+            shutil.copyfile(file, into / file.name)
         write_config(public_config(source, facts.base_model or config.target.name, into), into)
         card = facts
         if config.publish.report:
             card = replace(facts, plots=_write_report(into, config, run_dir, facts, found))
         (into / _CARD).write_text(render_card(card), encoding="utf-8")
 
-    replace_folder(folder, fill, "the published folder", (run_dir.drafter / WEIGHTS).stat().st_size)
+    replace_folder(folder, fill, "the published folder", sum(file.stat().st_size for file in files))
 
 
 def _write_report(

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any
 
+from safetensors import safe_open
+
 from spectrain.config.schema import SpectrainConfig
-from spectrain.drafters.drafter_digests import CONFIG, WEIGHTS
+from spectrain.drafters.drafter_digests import CONFIG, weight_files
+from spectrain.drafters.foreign_checkpoints import standard_config
 from spectrain.drafters.hub_drafters import is_hub_id
 from spectrain.drafters.layout_writers import served_by_sglang
 from spectrain.drafters.registry import find_method
@@ -77,7 +81,7 @@ def card_facts(
     target = run_dir.manifest()["target"] or {}
     chosen = recommend(found.records, serving.drafts_step_by_step)
     drafts = serving.num_speculative_tokens if chosen is None else chosen.num_speculative_tokens
-    fields = read_json(run_dir.drafter / CONFIG)
+    fields = standard_config(read_json(run_dir.drafter / CONFIG), str(run_dir.drafter / CONFIG))
     trained = fields.get("spectrain") or {}
     return CardFacts(
         repo=own.repo,
@@ -96,7 +100,8 @@ def card_facts(
         sources=_sources(config, run_dir),
         records=found.records,
         hardware=found.hardware,
-        shape=_shape(fields, run_dir.drafter / WEIGHTS),
+        shape=_shape(fields, weight_files(run_dir.drafter)),
+        replaces_target=serving.replaces_target,
         training=_training(run_dir),
         limits=_limits(config, trained, found.records),
         versions=(run_dir.manifest()["stages"].get("fit") or {}).get("versions") or versions(),
@@ -137,18 +142,33 @@ def _called(name: str) -> str:
     return PurePath(name).name if PurePath(name).is_absolute() or name.startswith(("~", ".")) else name
 
 
-def _shape(fields: Mapping[str, Any], weights: Path) -> list[tuple[str, str]]:
+def _shape(fields: Mapping[str, Any], weights: Sequence[Path]) -> list[tuple[str, str]]:
+    """``fields``: of a drafter's configuration as the speculators layout has it, where a kind need not have layers."""
     layer = fields.get("transformer_layer_config") or {}
     method = find_method(str(fields["speculators_model_type"]))
     vocabulary, whole = fields.get("draft_vocab_size"), layer.get("vocab_size")
     share = "" if vocabulary == whole else f" of the target's {whole:,}"
+    layers = f"{layer.get('num_hidden_layers')} of type {layer.get('model_type')}"
     return [
         ("method", method.label),
-        ("layers", f"{layer.get('num_hidden_layers')} of type {layer.get('model_type')}"),
+        *([("layers", layers)] if "num_hidden_layers" in layer else []),
         ("taps (auxiliary hidden-state layers)", ", ".join(map(str, fields.get(method.taps_field) or ())) or "none"),
         ("draft vocabulary", f"{vocabulary:,}{share}" if vocabulary else "the target's"),
-        ("weights", f"{bytes_text(weights.stat().st_size)}, {fields.get('torch_dtype', 'unknown type')}"),
+        ("weights", f"{bytes_text(sum(file.stat().st_size for file in weights))}, {_stored_as(weights)}"),
     ]
+
+
+def _stored_as(weights: Sequence[Path]) -> str:
+    """Type of the largest tensor: a configuration may name the one that was trained in."""
+    sizes: dict[str, int] = {}
+    for file in weights:
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118, which is no mapping
+                part = tensors.get_slice(name)
+                kind = str(part.get_dtype())
+                sizes[kind] = max(sizes.get(kind, 0), math.prod(part.get_shape()))
+    found = max(sizes, key=sizes.__getitem__)
+    return {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}.get(found, found)
 
 
 def _training(run_dir: RunDir) -> list[tuple[str, str]]:

@@ -18,6 +18,7 @@ from rich.table import Table
 
 from spectrain.config.commands import COMMANDS
 from spectrain.config.folders import folders, group_options, shipped_folder
+from spectrain.config.key_reference import write_part
 from spectrain.config.loading import compose
 from spectrain.config.plan_schema import DEVICES
 from spectrain.config.schema import SpectrainConfig
@@ -29,7 +30,7 @@ from spectrain.reading import read_text, understood
 PROMPTS = 50_000  # that recipes for named devices are planned for
 _COLUMNS = ("recipe", "target", "method", "hardware", "disk", "hours", "τ")
 _FILE_COLUMNS = 160
-_BEGIN, _END = "<!-- recipes: written by `make recipes` -->", "<!-- end of recipes -->"
+PART = "recipes"  # of the README, that `make recipes` writes
 
 
 @dataclass(frozen=True)
@@ -149,21 +150,10 @@ def markdown(rows: Sequence[RecipeRow]) -> str:
     lines += [
         "".join(f"| {cell} " if cell else "| " for cell in (f"`{row.recipe}`", *row.cells[1:])) + "|" for row in rows
     ]
-    return "\n".join([_BEGIN, "", *lines, "", caption() + ".", "", _END])
-
-
-def table_in(text: str) -> str:
-    """The part of a README that ``markdown`` writes. ValueError where it has none."""
-    return text[text.index(_BEGIN) : text.index(_END) + len(_END)]
-
-
-def write_readme(path: Path) -> None:
-    """Replace the table in ``path`` by the present one."""
-    text = path.read_text(encoding="utf-8")
-    path.write_text(text.replace(table_in(text), markdown([*recipe_rows(shipped_only=True)])), encoding="utf-8")
+    return "\n".join([*lines, "", caption() + "."])
 
 
 if __name__ == "__main__":
     import sys
 
-    write_readme(Path(sys.argv[1]))
+    write_part(Path(sys.argv[1]), PART, markdown([*recipe_rows(shipped_only=True)]))

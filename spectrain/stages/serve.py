@@ -22,13 +22,15 @@ from pathlib import Path
 from typing import Any
 
 from spectrain import signals
+from spectrain.config.drafter_schema import DrafterConfig
 from spectrain.config.keys import refuse_dash
 from spectrain.config.schema import SpectrainConfig
 from spectrain.config.target_schema import TargetConfig
 from spectrain.console import say, stdout
 from spectrain.drafters.drafter_digests import check_drafter_digests, weight_files
 from spectrain.drafters.drafter_folder import check_vocab
-from spectrain.drafters.overlay import check_links, is_overlay, restore_links
+from spectrain.drafters.hub_drafters import drafter_path
+from spectrain.drafters.overlay import check_links, is_overlay, recorded_files, restore_links
 from spectrain.drafters.registry import known_method, load_module
 from spectrain.drafters.serving_config import ServingConfig, drafter_digest, read_serving_config
 from spectrain.engines.vllm import args as vllm_options
@@ -172,6 +174,9 @@ def serve_command(config: SpectrainConfig, given: Sequence[str], flags: Sequence
         )
     path = _drafter_path(config, keys)
     drafter = read_serving_config(path, config.drafter.revision if path == config.drafter.path else None)
+    if drafter.replaces_target and not os.path.isdir(drafter.path):
+        folder = drafter_path(DrafterConfig(path=drafter.path, revision=drafter.revision))  # vLLM is given a folder
+        drafter = replace(drafter, path=str(folder), revision=None)
     check_drafter_digests(Path(drafter.path))
     if known_method(drafter.method) is None:
         load_module(config.drafter.module)  # its kind may be one that vLLM does not have
@@ -304,11 +309,13 @@ def _check_fit(drafter: ServingConfig, target: str, config: TargetConfig) -> Non
 
 def _check_links(drafter: ServingConfig, target: TargetConfig) -> None:
     """A folder that is served in the target's place has the target's files."""
-    from spectrain.target.resolve import locate_target
+    from spectrain.target.resolve import locate_target, resolve_target
 
     folder = Path(drafter.path)
     if is_overlay(folder):
         source = locate_target(target, unreachable_ok=True).folder
+        if source is None and not all((folder / name).exists() for name in recorded_files(folder)):
+            source = resolve_target(target).folder
         if source is not None:
             restore_links(folder, source)
         check_links(folder)

@@ -268,4 +268,25 @@ MUTATIONS = (
         "target_logits(len(prompt) + position - 2)",
         ("tests/unit/test_lossless.py",),
     ),
+    Mutation(
+        "a column of the matrix is judged by intervals that are not paired",
+        EVALUATION + "data_matrix.py",
+        "any(found.name == LENGTH and not found.certain for found in differences)",
+        "bool(differences) and record.acceptance_length_interval is None",
+        ("tests/unit/test_data_matrix.py",),
+    ),
+    Mutation(
+        "a column of the matrix compares answers to other prompts",
+        EVALUATION + "data_matrix.py",
+        "if len({frozenset(prompt.key for prompt in record.prompts) for record in column.values()}) > 1:",
+        "if len({len(record.prompts) for record in column.values()}) > 9:",
+        ("tests/unit/test_data_matrix.py",),
+    ),
+    Mutation(
+        "a matrix mixes numbers of drafts",
+        EVALUATION + "data_matrix.py",
+        '_SAME = (*CONDITIONS, "num_speculative_tokens", "draft_policy", "draft_threshold")',
+        '_SAME = (*CONDITIONS, "draft_policy", "draft_threshold")',
+        ("tests/unit/test_data_matrix.py",),
+    ),
 )

@@ -27,6 +27,20 @@ MUTATIONS = (
         (f"{PUBLISH}::test_nothing_of_the_machine_is_in_any_file",),
     ),
     Mutation(
+        "the target itself goes up with its tuned head",
+        "spectrain/hub/published_folder.py",
+        ' if "without" in entry]',
+        "]",
+        ("tests/pipeline/test_mtp_run.py::test_the_head_alone_is_published_and_served_from_the_hub",),
+    ),
+    Mutation(
+        "a tuned head is served beside its target, by a name that vLLM would fetch",
+        "spectrain/stages/serve.py",
+        "    if drafter.replaces_target and not os.path.isdir(drafter.path):\n",
+        "    if False:\n",
+        ("tests/pipeline/test_mtp_run.py::test_the_head_alone_is_published_and_served_from_the_hub",),
+    ),
+    Mutation(
         "a prompt with quotes passes the search in a page",
         "spectrain/hub/published_folder.py",
         ", str(escape(text))}",

@@ -172,3 +172,20 @@ def test_the_target_is_the_same_whoever_makes_it(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     again = load_file(tiny_folder("gemma4") / "model.safetensors")
     assert first.keys() == again.keys() and all(torch.equal(first[name], again[name]) for name in first)
+
+
+def test_it_is_published_as_the_assistant_that_it_is(finished: Path) -> None:
+    asked = [f"run.dir={finished}", "publish.repo=org/assistant", "publish.base_model=org/tiny"]
+    assert cli.main(["publish", *asked, "publish.dry_run=true", "publish.unverified=true"]) == 0
+    folder = finished / "publish"
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    speculation = '{"model": "org/assistant", "num_speculative_tokens": 3}'
+    assert f"vllm serve org/tiny --speculative-config '{speculation}'" in card
+    assert "library_name: transformers" in card and "base_model: org/tiny" in card
+    assert not [
+        path for path in folder.rglob("*") if path.is_file() and str(finished.parent).encode() in path.read_bytes()
+    ]
+    assert read_serving_config(str(folder)).target == "org/tiny"
+    assistant, info = Gemma4AssistantForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not (info["missing_keys"] or info["unexpected_keys"] or info["mismatched_keys"])
+    assert torch.equal(assistant.state_dict()["lm_head.weight"], load_drafter(finished / "drafter").lm_head_DH)

@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from hub_tools import turn_to
+from local_hub import local_hub
 from safetensors.torch import load_file
 
 from spectrain import cli
@@ -82,3 +85,40 @@ def test_stitching_is_done_without_training_again(
 def test_what_is_refused(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", *arguments]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_the_head_alone_is_published_and_served_from_the_hub(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(run.parent / "cache"))
+    asked = [f"run.dir={run}", "publish.repo=org/tuned", "publish.base_model=org/tiny", "publish.unverified=true"]
+    assert cli.main(["publish", *asked, "publish.dry_run=true"]) == 0
+    folder = run / "publish"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        *("README.md", "config.json", "model.safetensors.index.json", "tuned-mtp.safetensors")
+    ]
+    assert (folder / "tuned-mtp.safetensors").read_bytes() == (run / "drafter" / "tuned-mtp.safetensors").read_bytes()
+    card = (folder / "README.md").read_text()
+    assert (
+        "\nspectrain serve drafter.path=org/tuned\n" in card and '{"method": "mtp", "num_speculative_tokens": ' in card
+    )
+    assert "library_name: vllm" in card and "base_model: org/tiny" in card
+    assert not [path for path in folder.iterdir() if str(run.parent).encode() in path.read_bytes()]
+    with local_hub() as hub:
+        turn_to(hub, monkeypatch, tmp_path / "hub")
+        hub.add("org/tuned", {path.name: path.read_bytes() for path in folder.iterdir()})
+        capsys.readouterr()
+        target = tiny_folder("mimo")
+        assert cli.main(["serve", "drafter.path=org/tuned", f"target.path={target}", "--print"]) == 0
+    served = Path(next(word for word in capsys.readouterr().out.split() if "/snapshots/" in word))
+    # What vLLM is given is the target with this head: its names lead to the head's file, all others to the target's.
+    tensors = {name: load_file(served / file)[name] for name, file in index(served).items()}
+    assert set(tensors) == set(load_file(target / "model.safetensors"))
+    ours, theirs = load_file(folder / "tuned-mtp.safetensors"), load_file(target / "model.safetensors")
+    assert all(torch.equal(tensor, ours.get(name, theirs[name])) for name, tensor in tensors.items())
+    assert (served / "tokenizer.json").read_bytes() == (target / "tokenizer.json").read_bytes()
+
+
+def index(folder: Path) -> dict[str, str]:
+    found: dict[str, str] = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    return found

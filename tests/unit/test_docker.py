@@ -42,6 +42,13 @@ def test_bases_are_pinned(path: Path) -> None:
     assert "COPY . ." in path.read_text() and 'ENTRYPOINT ["spectrain"]' in path.read_text()
 
 
+def test_the_readme_names_the_bases_and_how_to_pin_what_was_pulled() -> None:
+    text = (DOCKER / "README.md").read_text()
+    named = dict(re.findall(r"^\| `(Dockerfile\.\w+)` \| `([^`]+)`", text, re.MULTILINE))
+    assert named == {path.name: re.findall(r"^FROM (\S+)", path.read_text(), re.MULTILINE)[0] for path in DOCKERFILES}
+    assert "were not pulled here" in text and "@sha256:" in text
+
+
 def pinned(image: str) -> bool:
     return re.search(r"@sha256:[0-9a-f]{64}$|:v?\d+\.\d+\.\d+[\w.-]*$", image) is not None
 

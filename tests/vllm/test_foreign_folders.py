@@ -16,14 +16,13 @@ import pytest
 from block_tools import DSPARK, BlockOptions, random_block_drafter
 from drafter_tools import Options, random_drafter
 from foreign_layouts import deepspec_dspark, eagle3, write, zlab_dflash
-from parity_tools import DRAFTS, Family, decoded_by_vllm, job, train
+from parity_tools import DRAFTS, Family, assert_same_rounds, decoded_by_vllm, served_job, train
 from rounds_process import RoundsProcess
 from test_block_parity import trained
 
 from spectrain.config.drafter_schema import BlockConfig, DrafterConfig
 from spectrain.drafters.drafter import Drafter
 from spectrain.drafters.drafter_folder import load_drafter, read_shape, save_drafter
-from spectrain.drafters.serving_config import read_serving_config
 from spectrain.evaluation.parity import compare
 from spectrain.target.head import TargetHead
 
@@ -48,10 +47,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory, rounds_process: RoundsProces
         ),
         "dflash": write(zlab_dflash, trained(family, dflash), folder / "c"),
     }
-    jobs = []
-    for name, path in folders.items():
-        jobs.append(job(name, family, path))
-        jobs[-1]["args"]["speculative_config"] = read_serving_config(str(path)).speculative_config(DRAFTS)
+    jobs = [served_job(name, family, path) for name, path in folders.items()]
     head = TargetHead.from_checkpoint(family.folder)
     drafters = {
         name: load_drafter(path, family.model.spec.default_taps()).attach(head) for name, path in folders.items()
@@ -63,10 +59,8 @@ def bench(tmp_path_factory: pytest.TempPathFactory, rounds_process: RoundsProces
 def test_vllm_drafts_from_the_folder_what_our_loop_does(bench: Bench, name: str) -> None:
     family, drafters, reports = bench
     theirs = decoded_by_vllm(family, reports[name])
-    report = compare(family.model, drafters[name], family.ours(drafters[name]), theirs, DRAFTS)  # type: ignore[arg-type]
-    assert report.passed, report.reason()
-    assert report.equal + len(report.ties) == report.rounds >= 40
-    assert len(report.ties) <= 2
+    report = compare(family.model, drafters[name], family.ours(drafters[name]), theirs, DRAFTS)
+    assert_same_rounds(report, 40)
     assert 0.1 < report.theirs.acceptance_rate < 1
 
 

@@ -12,16 +12,15 @@ from typing import Any
 import pytest
 import torch
 from mtp_tools import MtpTarget, mtp_target
-from parity_tools import DRAFTS, ENGINE, SHAPE, TARGET, Family, decoded_by_vllm
+from parity_tools import DRAFTS, ENGINE, SHAPE, TARGET, Family, assert_same_rounds, decoded_by_vllm
 from rounds_process import RoundsProcess
 
 from spectrain.data.packing import pack_batch
-from spectrain.decoding.loop import DecodingSettings, Prompt, speculative_generate
 from spectrain.drafters.autoregressive.mtp import Mtp
 from spectrain.drafters.drafter_folder import load_drafter, save_drafter
 from spectrain.drafters.serving_config import read_serving_config
 from spectrain.engines.vllm.args import engine_args
-from spectrain.evaluation.parity import DecodedPrompt, compare
+from spectrain.evaluation.parity import compare
 
 FAMILIES = ("mimo", "glm4_moe")
 ANSWER = 24
@@ -78,12 +77,6 @@ class Case:
             ],
         }
 
-    def ours(self, drafter: Mtp) -> list[DecodedPrompt]:
-        prompts = [Prompt(prompt, ANSWER) for prompt in self.family.prompts]
-        settings = DecodingSettings(DRAFTS, eos_ids=self.family.eos_ids)
-        results = speculative_generate(self.family.model, drafter, prompts, settings).results
-        return [DecodedPrompt(prompt.ids, one.ids, one.rounds) for prompt, one in zip(prompts, results, strict=True)]
-
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
@@ -99,10 +92,8 @@ def reports(case: Case, rounds_process: RoundsProcess) -> dict[str, Any]:
 def test_vllm_drafts_what_our_loop_does(case: Case, reports: dict[str, Any], head: str) -> None:
     drafter = case.native if head == "native" else case.tuned
     theirs = decoded_by_vllm(case.family, reports[head])
-    report = compare(case.family.model, drafter, case.ours(drafter), theirs, DRAFTS)
-    assert report.passed, report.reason()
-    assert report.equal + len(report.ties) == report.rounds >= 60
-    assert len(report.ties) <= 2
+    report = compare(case.family.model, drafter, case.family.ours(drafter), theirs, DRAFTS)
+    assert_same_rounds(report, 60)
     assert len({round_.drafts for one in theirs for round_ in one.rounds}) > report.rounds / 3
     if head == "tuned":
         assert 0.1 < report.theirs.acceptance_rate < 0.999

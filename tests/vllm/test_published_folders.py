@@ -11,14 +11,13 @@ import pytest
 from drafter_tools import Options
 from hub_tools import turn_to
 from local_hub import local_hub
-from parity_tools import DRAFTS, Family, decoded_by_vllm, job, save, train
+from parity_tools import DRAFTS, Family, assert_same_rounds, decoded_by_vllm, save, served_job, train
 from rounds_process import RoundsProcess
 from test_block_parity import trained
 
 from spectrain.config.drafter_schema import BlockConfig, DrafterConfig
 from spectrain.drafters.drafter import Drafter
 from spectrain.drafters.layout_writers import convert_drafter
-from spectrain.drafters.serving_config import read_serving_config
 from spectrain.evaluation.parity import compare
 from spectrain.hub.published_folder import public_config, write_config
 from spectrain.hub.upload import Repository, upload
@@ -53,10 +52,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory, rounds_process: RoundsProces
     convert_drafter(ours["dflash"], "zlab", folder / "d", dict, max_shard_bytes=20_000)
     assert len(list((folder / "d").glob("*.safetensors"))) > 1
     folders = dict(zip(NAMES, (published(ours["eagle3"], folder / "hub"), folder / "c", folder / "d"), strict=True))
-    jobs = []
-    for name, path in folders.items():
-        jobs.append(job(name, family, path))
-        jobs[-1]["args"]["speculative_config"] = read_serving_config(str(path)).speculative_config(DRAFTS)
+    jobs = [served_job(name, family, path) for name, path in folders.items()]
     return family, dict(zip(NAMES, (eagle, eagle, block), strict=True)), rounds_process.run(jobs)
 
 
@@ -64,7 +60,5 @@ def bench(tmp_path_factory: pytest.TempPathFactory, rounds_process: RoundsProces
 def test_vllm_proposes_what_the_drafter_that_went_in_proposes(bench: Bench, name: str) -> None:
     family, drafters, reports = bench
     theirs = decoded_by_vllm(family, reports[name])
-    report = compare(family.model, drafters[name], family.ours(drafters[name]), theirs, DRAFTS)  # type: ignore[arg-type]
-    assert report.passed, report.reason()
-    assert report.equal + len(report.ties) == report.rounds >= 40
-    assert len(report.ties) <= 2
+    report = compare(family.model, drafters[name], family.ours(drafters[name]), theirs, DRAFTS)
+    assert_same_rounds(report, 40)
