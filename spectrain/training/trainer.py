@@ -9,7 +9,8 @@ acceptance length, the figure a server gives, and is written to its own folder, 
 When a signal ends the command, the state after the last whole step is saved, whatever the step under way is at: only
 ``_update`` and what is decided by an evaluation change that state, and both are ``held``. So a step of many seconds
 delays nothing and is made again, and an interrupted evaluation is made again before the next step: the end is that of a
-run that was never disturbed.
+run that was never disturbed. Several ranks finish the step first: each step asks whether any of them got a signal, on
+whichever machine, and all save then what each has a share of (``_stop_together``).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ from spectrain.files import plain
 from spectrain.training.calibrate import calibrate_folder
 from spectrain.training.checkpoint_writer import CheckpointWriter
 from spectrain.training.checkpointing import TrainingState, load_checkpoint
-from spectrain.training.distributed import ALONE, Ranks
+from spectrain.training.distributed import ALONE, PATIENCE_S, Ranks
 from spectrain.training.metrics import append_metrics, keep_metrics_up_to, simulation_metrics
 from spectrain.training.optim import lr_factor, set_learning_rates
 from spectrain.training.sampler import Position, StepSampler
@@ -48,6 +49,7 @@ from spectrain.training.strategies import choose_strategy
 from spectrain.training.trackers import Trackers, open_trackers
 
 _DEVICE_WORKERS = 2  # loader workers where drafters are trained on an accelerator
+_ALONE_AFTER_S = 10.0  # that ranks which could end alone are given to end together
 _WAIT_TO_MENTION = 0.1  # share of a step spent waiting for data that the progress bar shows
 
 
@@ -154,11 +156,14 @@ class Trainer:
             ProgressBar("fit", total=total, unit="steps", done=first) as bar,
             self._batches(first) as batches,
             self.ranks.keeping(self._keep),
+            self._together(),
         ):
             if not self.evaluated:
                 self._evaluate_and_save()
             for step in range(first, total):
                 made = self._step(step, batches)
+                if self.ranks.most(signals.asked()):
+                    raise signals.StopAsked
                 self._evaluate_and_save()
                 bar.advance(1, note=self._note(made))
             self.writer.finish()
@@ -257,7 +262,7 @@ class Trainer:
                     if not length <= self.best["acceptance_length"]:
                         self._save_best(drafter, length)
                 self.evaluated = True
-                if tensors is not None and self.accelerator.is_main_process:
+                if tensors is not None:
                     self._checkpoint(tensors)
 
     def _simulate(self, drafter: Drafter) -> tuple[SimulatedAcceptance, float]:
@@ -300,7 +305,7 @@ class Trainer:
             )
 
     def _checkpoint(self, tensors: TrainingState, extra: bool = False) -> None:
-        """Save the state of the steps so far. ``extra``: not because it is due."""
+        """Save the state of the steps so far; one rank writes it. ``extra``: not because it is due."""
         state = {
             **asdict(self.sampler.position(self.done)),
             "best": self.best,
@@ -309,13 +314,36 @@ class Trainer:
             "evaluated": self.evaluated,
             "extra": extra,
         }
-        self.writer.start(tensors, state)
+        if self.accelerator.is_main_process:
+            self.writer.start(tensors, state)
         self._saved = (self.done, self.evaluated)
 
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Inside, ranks end together. Where the first one has everything, it does not wait for a long step."""
+        if self.ranks.count == 1:
+            yield
+            return
+        alone = self.strategy.saves_alone and self.ranks.is_first
+        with signals.together(_ALONE_AFTER_S if alone else PATIENCE_S):
+            try:
+                yield
+            except signals.StopAsked:
+                self._stop_together()
+
+    def _stop_together(self) -> None:
+        """Save the steps that were made, on all ranks, and end by the signal that one of them got."""
+        number = self.ranks.most(signals.asked())
+        if self.done and self._saved != (self.done, self.evaluated):
+            tensors = self.strategy.state()
+            with signals.held():
+                self._checkpoint(tensors, extra=True)
+            self.writer.settle()
+        self.ranks.wait()
+        signals.end_together(number)
+
     def _keep(self) -> str:
-        """A signal ends the command: save what the steps so far have made. One rank alone does it, without the others:
-        after an update all of them have the same. Where each has a share, what was saved last is kept.
-        """
+        """A signal ends the command: save what the steps so far have made, if one rank can, and finish what is written."""
         if not self.accelerator.is_main_process:
             return ""
         if self.strategy.saves_alone and self.done and self._saved != (self.done, self.evaluated):

@@ -58,7 +58,7 @@ MUTATIONS = (
     Mutation(
         "a follower does not wait for its leader",
         "spectrain/signals.py",
-        "        while _leader.is_running():\n            time.sleep(0.05)\n",
+        "    while _leader.is_running():\n        time.sleep(0.05)\n",
         "",
         (f"{SIGNALS}::test_a_follower_has_its_leader_keep_and_ends_after_it",),
     ),
