@@ -43,6 +43,7 @@ from spectrain.training.distributed import ALONE, PATIENCE_S, Ranks
 from spectrain.training.metrics import append_metrics, keep_metrics_up_to, simulation_metrics
 from spectrain.training.optim import lr_factor, set_learning_rates
 from spectrain.training.sampler import Position, StepSampler
+from spectrain.training.served_drafter import ServedDrafter
 from spectrain.training.simulated_acceptance import SimulatedAcceptance, simulate_heldout
 from spectrain.training.step_sums import StepSums, StepTotals
 from spectrain.training.strategies import choose_strategy
@@ -99,8 +100,11 @@ class Trainer:
         folder_metadata: dict[str, Any],
         accelerator: Accelerator | None = None,
         ranks: Ranks = ALONE,
+        serving_dtype: torch.dtype = torch.float32,
     ) -> None:
-        """``ranks`` train this drafter together. ``folder_metadata`` are keyword arguments of ``save_drafter``."""
+        """``ranks`` train this drafter together. ``folder_metadata`` are keyword arguments of ``save_drafter``.
+        ``serving_dtype``: what the drafter will be served in; it is evaluated in it.
+        """
         self.config = config
         self.paths = paths
         self.source = source
@@ -125,6 +129,7 @@ class Trainer:
         # Again: what was gathered from the head must follow it.
         self.drafter.attach(drafter.head.to(self.accelerator.device))
         self.ranks = ranks
+        self.served = ServedDrafter(drafter, serving_dtype)
         self.strategy = choose_strategy(drafter, options, self.accelerator)
         self.sampler = self._sampler(Position())
         self.eval_every = options.eval_every_steps or max(1, self.sampler.steps_per_epoch[0])
@@ -268,13 +273,12 @@ class Trainer:
     def _simulate(self, drafter: Drafter) -> tuple[SimulatedAcceptance, float]:
         """Acceptance on the held-out documents, and the seconds that it took."""
         started = time.monotonic()
-        drafter.eval()
         options, most = self.config, drafter.training_steps
         packed_length = options.trainer.packed_length
         with ProgressBar("simulate", total=len(self.heldout), unit="documents") as bar:
             common = (self.source, self.heldout, options.decoding, self.eos_ids, packed_length, most)
-            result = simulate_heldout(drafter, *common, advance=bar.advance, ranks=self.ranks)
-        drafter.train()
+            with self.served.like(drafter) as served:
+                result = simulate_heldout(served, *common, advance=bar.advance, ranks=self.ranks)
         return result, time.monotonic() - started
 
     def _calibrate(self, step: int) -> None:
@@ -284,7 +288,7 @@ class Trainer:
         options, head = self.config, self.drafter.head
         common = (self.source, self.all_heldout, options.decoding, self.eos_ids, options.trainer.packed_length)
         found = self.ranks.from_first(
-            lambda: calibrate_folder(self.paths.drafter, head, self.accelerator.device, *common)
+            lambda: calibrate_folder(self.paths.drafter, head, self.accelerator.device, self.served.dtype, *common)
         )
         if found:
             self._log(step, found)
@@ -343,7 +347,7 @@ class Trainer:
         signals.end_together(number)
 
     def _keep(self) -> str:
-        """A signal ends the command: save what the steps so far have made, if one rank can, and finish what is written."""
+        """A signal ends the command: save what the steps have made, if one rank can, and finish what is written."""
         if not self.accelerator.is_main_process:
             return ""
         if self.strategy.saves_alone and self.done and self._saved != (self.done, self.evaluated):
@@ -379,17 +383,13 @@ class Trainer:
         return "  ".join(filter(None, parts))
 
     def _step_metrics(self, step: int, made: Step) -> dict[str, Any]:
-        sums = made.sums
-        count_K = sums.count_K.clamp(min=1)
         return {
             "epoch": self.sampler[step].epoch + 1,
             "loss": self.last_loss,
-            **{f"{name}_per_step": (value / count_K).tolist() for name, value in sums.terms_K.items()},
-            "accuracy_per_step": (sums.hits_K / count_K).tolist(),
-            "positions": int(sums.count_K[0]),
+            **made.sums.metrics(),
             "lr": self.strategy.optimizers[-1].param_groups[0]["lr"],
             "gradient_norm": float(self.strategy.norm),
-            "tokens_per_s": sums.tokens / made.seconds,
+            "tokens_per_s": made.sums.tokens / made.seconds,
             "data_wait_share": made.data_wait_share,
         }
 
