@@ -18,7 +18,9 @@ left of ``_LIMIT_S``.
 
 **Several processes that work together** (``follow``): one of them, the leader, keeps what all have made and says so.
 Whoever else gets a signal passes it on to the leader and works on, so that what the leader waits for comes, until the
-leader has ended.
+leader has ended. Where the leader needs the others to keep something (each holds a share of it), a signal is a wish,
+whichever of them got it (``together``): at moments of their own they ask each other whether one was ``asked``, bring
+what there is to the leader, and end by the same signal (``end_together``).
 
 Standard library only: it works before anything slow is imported.
 """
@@ -33,6 +35,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import NoReturn
 
 from spectrain.processes import ProcessId
 
@@ -46,7 +49,13 @@ _LIMIT_S, _LEAST_S = 1.6, 0.2
 # Another signal so much later is meant: a closed terminal sends two.
 _AGAIN_S = 1.0
 _LEADER_S = 20.0  # that a leader on another machine, which got the signal too, is given to end
+_FOLLOW_S = 2.0  # the same of one that has kept everything
 CONTINUES = "the same command continues"
+
+
+class StopAsked(Exception):  # noqa: N818 (no error)
+    """One of those that work together was asked to stop; raised by all of them alike."""
+
 
 # Brings to disk what is only in memory, and says in a line what is kept now.
 Keep = Callable[[], str]
@@ -61,8 +70,14 @@ _handled: list[int] = []
 speaks = True  # of several processes that train together one does
 _follows = False
 _leader: ProcessId | None = None  # None: on another machine
+_beginning = threading.Lock()
 _came: int | None = None  # the signal that came
+_came_s = 0.0  # when
 _number: int | None = None  # of the signal that is ending this process: what came, once the leader has ended
+_together_s: float | None = None  # inside ``together``: how long a signal waits for the others
+_apart = threading.Event()  # set: a signal waits for nobody (any more)
+_apart.set()
+_agreed: int | None = None  # the signal by which all end
 
 
 # --- for stages ------------------------------------------------------------------------------------------------------
@@ -137,6 +152,48 @@ def follow(leader: ProcessId) -> None:
     speaks, _follows, _leader = False, True, leader if leader.is_here else None
 
 
+@contextmanager
+def together(patience_s: float) -> Iterator[None]:
+    """Inside, a signal does nothing by itself: the main thread looks for it with ``asked`` where it meets the other
+    processes, and calls ``end_together``. A signal that is not heard within ``patience_s``, or before the end of this
+    context, ends this process as anywhere else.
+    """
+    global _together_s
+    with _beginning:
+        if _came is None:
+            _together_s = patience_s
+            _apart.clear()
+    try:
+        yield
+    finally:
+        _together_s = None
+        _set_apart()
+
+
+def asked() -> int:
+    """The number of the signal by which this process was asked to end; 0: none, or it is not ``together``."""
+    return 0 if _together_s is None or _came is None else _came
+
+
+def end_together(number: int) -> NoReturn:
+    """End by this signal, whoever got it; the others call it, too. What the leader has to keep, it has now."""
+    global _agreed
+    _agreed = number
+    _begin(number)
+    _set_apart()
+    threading.Event().wait()
+    raise AssertionError("unreachable")
+
+
+def _set_apart() -> None:
+    """Let a signal that came act."""
+    global _number
+    with _beginning:
+        if _came is not None and not _follows:
+            _number = _agreed or _came  # nothing new is begun
+        _apart.set()
+
+
 def _depth() -> int:
     return getattr(_here, "depth", 0)
 
@@ -182,49 +239,67 @@ def set_process(option: int, value: int) -> None:
 
 
 def _watch(reading: int) -> None:
-    global _came, _number
-    came_s = 0.0
+    global _number
     while True:
         for read in os.read(reading, 64):
             number = _ORIGINAL.get(read, read)
             if number not in ENDING:
                 continue  # handled by others, such as torch
-            if _came is None:
-                _came, came_s = number, time.monotonic()
-                _number = None if _follows else number
-                end = _end_after_leader if _follows else _end
-                threading.Thread(target=end, args=(number, came_s), name="ending", daemon=True).start()
-            elif read == number and time.monotonic() - came_s > _AGAIN_S:
+            if _begin(number):
+                continue
+            if read == number and time.monotonic() - _came_s > _AGAIN_S:
                 _number = _came
                 _exit(f"{signal.Signals(number).name} again: what was on disk is kept; {CONTINUES}")
 
 
-def _end_after_leader(number: int, came_s: float) -> None:
+def _begin(number: int) -> bool:
+    """Whether this is the first signal: a thread does from now on what has to be done."""
+    global _came, _came_s, _number
+    with _beginning:
+        if _came is not None:
+            return False
+        _came, _came_s = number, time.monotonic()
+        if _apart.is_set() and not _follows:
+            _number = number
+    threading.Thread(target=_end, name="ending", daemon=True).start()
+    return True
+
+
+def _end() -> None:
     global _number
-    if _leader is None or number not in _PASSED_ON:
-        time.sleep(_LEADER_S)
-    else:
-        with suppress(OSError):  # it may have ended
-            os.kill(_leader.pid, _PASSED_ON[number])
-        while _leader.is_running():
-            time.sleep(0.05)
+    assert _came is not None
+    long = f"{signal.Signals(_came).name}: finishing what is under way; another signal ends the command without it"
+    notice = _after(_came_s + _LIMIT_S, _say, long)
+    _apart.wait(_together_s)
+    number = _agreed or _came
+    if _follows:
+        _wait_for_leader(number)
+        _number = number
+        _exit("")
     _number = number
-    _exit("")
+    _end_leader(signal.Signals(number).name, notice)
 
 
-def _end(number: int, came_s: float) -> None:
-    name = signal.Signals(number).name
+def _wait_for_leader(number: int) -> None:
+    if _leader is None or number not in _PASSED_ON:
+        time.sleep(_FOLLOW_S if _agreed else _LEADER_S)
+        return
+    with suppress(OSError):  # it may have ended
+        os.kill(_leader.pid, _PASSED_ON[number])
+    while _leader.is_running():
+        time.sleep(0.05)
+
+
+def _end_leader(name: str, notice: threading.Timer) -> None:
     ends = [threading.Thread(target=end, daemon=True) for end in _ends]
     for thread in ends:
         thread.start()
-    long = f"{name}: finishing what is under way; another signal ends the command without it"
-    notice = _after(came_s + _LIMIT_S, _say, long)
     with _lock:
         _here.depth = 1  # what is called may hold as well
         kept = _keep_all()
         notice.cancel()
         words = f"stopped by {name}: {kept}"
-        limit_s = max(came_s + _LIMIT_S, time.monotonic() + _LEAST_S)
+        limit_s = max(_came_s + _LIMIT_S, time.monotonic() + _LEAST_S)
         _after(limit_s, _exit, words)  # from here on nothing can be lost
         for thread in ends:
             thread.join(max(0.0, limit_s - time.monotonic()))

@@ -173,6 +173,7 @@ def _train(context: Context, store: HiddenStateSource, train: list[int], heldout
         heldout=heldout,
         eos_ids=context.eos_ids,
         ranks=ranks,
+        serving_dtype=getattr(torch, context.dtype_name),
         folder_metadata={
             "target": context.target_for_vllm,
             "target_architectures": context.spec.architectures,

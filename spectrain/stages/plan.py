@@ -183,7 +183,8 @@ def training_passes(context: Context) -> tuple[Pass, Pass]:
     common = (keys, backend, number_bytes, state_bytes, accelerator)
     training = Pass(rows, batch.tokens, *common, trainer.gradient_checkpointing)
     scored = method.simulated_rows(drafter, drafts, one)
-    evaluation = Pass(scored, one.tokens, keys, backend, 4, state_bytes, accelerator)  # without autocast
+    served_bytes = _DTYPE_BYTES.get(context.dtype_name, 4)
+    evaluation = Pass(scored, one.tokens, keys, backend, served_bytes, state_bytes, accelerator)
     return training, evaluation
 
 

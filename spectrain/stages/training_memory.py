@@ -127,6 +127,7 @@ def rank_memory(
         backward={**casts, "backward of a layer": _backward_bytes(size, training)},
         evaluation={
             "whole weights": 4.0 * size.parameters if sharded else 0.0,
+            "served weights": 2.0 * size.parameters if evaluation.number_bytes == 2 else 0.0,
             "mask": mask_bytes(size, evaluation),
             "simulation": simulation_bytes(size, evaluation) + _batch_bytes(size, evaluation),
         },

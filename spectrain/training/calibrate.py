@@ -19,6 +19,7 @@ from spectrain.data.hidden_states import HiddenStateSource
 from spectrain.decoding.confidence import Calibration, error_per_position, fit_calibration
 from spectrain.drafters.drafter_folder import add_metadata, load_drafter
 from spectrain.target.head import TargetHead
+from spectrain.training.served_drafter import SIXTEEN_BITS
 from spectrain.training.simulated_acceptance import simulate_heldout
 
 
@@ -26,16 +27,17 @@ def calibrate_folder(
     folder: Path,
     head: TargetHead,
     device: torch.device,
+    dtype: torch.dtype,
     source: HiddenStateSource,
     documents: Sequence[int],
     decoding: DecodingConfig,
     eos_ids: Sequence[int],
     packed_length: int,
 ) -> dict[str, Any]:
-    """Fit one temperature a draft slot of a drafter with a confidence head, write them into its folder and return what
-    to log.
+    """Fit one temperature a draft slot of a drafter with a confidence head, served in ``dtype``, write them into its
+    folder and return what to log.
     """
-    drafter = load_drafter(folder).attach(head).to(device)
+    drafter = load_drafter(folder).attach(head).to(device, dtype if dtype in SIXTEEN_BITS else None)
     with ProgressBar("calibrate", total=len(documents), unit="documents") as bar:
         said = simulate_heldout(
             drafter, source, documents, decoding, eos_ids, packed_length, advance=bar.advance

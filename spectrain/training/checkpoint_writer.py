@@ -8,7 +8,7 @@ error of the thread (a full disk) is raised by whoever waits for it.
 from __future__ import annotations
 
 import shutil
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,11 @@ class CheckpointWriter:
         save_checkpoint(self._folder, tensors, state, keep)
         if replaced is not None:
             shutil.rmtree(replaced, ignore_errors=True)
+
+    def settle(self) -> None:
+        """Until what was started is on disk, or could not be written, which ``finish`` says."""
+        if self._running is not None:
+            wait([self._running])
 
     def finish(self) -> None:
         """Until what was started is on disk. Raises RunError where it could not be written."""

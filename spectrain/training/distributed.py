@@ -40,6 +40,9 @@ _AGREE = timedelta(seconds=10)  # whether all ranks failed alike
 # What launchers tell a rank, and what would make a program that it starts believe that it is one.
 _OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _PREFIXES = ("MASTER_", "TORCHELASTIC_", "ROLE_", "GROUP_")
+# From a signal to the step's end, where ranks save together; a scheduler's warning (Slurm: USR1@120) leaves as long.
+PATIENCE_S = 100.0
+_SHUTDOWN_S = "120"  # until the launcher kills ranks that got a signal
 _THREADS_ARE_OURS = "SPECTRAIN_RANK_THREADS"  # set beside an OMP_NUM_THREADS that the user did not choose
 _LOST_PEER = ("gloo", "Gloo", "NCCL", "RCCL", "Broken pipe", "Connection reset")
 
@@ -107,6 +110,14 @@ class Ranks:
         """Until all ranks are here."""
         if self.count > 1:
             distributed.barrier(group=self.waiting)
+
+    def most(self, value: int) -> int:
+        """The greatest ``value`` of all ranks, on every rank. On the host: devices are not waited for."""
+        if self.count == 1:
+            return value
+        found = torch.tensor([value])
+        distributed.all_reduce(found, distributed.ReduceOp.MAX, group=self.waiting)
+        return int(found)
 
     def gathered(self, value: T) -> list[T]:
         """``value`` of every rank, in their order, on every rank."""
@@ -245,6 +256,7 @@ def launch(count: int, arguments: Sequence[str]) -> int:
         logging.getLogger(name).setLevel(logging.CRITICAL)  # what went wrong, the ranks say
     if "OMP_NUM_THREADS" not in os.environ:
         os.environ |= {"OMP_NUM_THREADS": str(max(1, len(available_cores()) // count)), _THREADS_ARE_OURS: "1"}
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SHUTDOWN_S)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

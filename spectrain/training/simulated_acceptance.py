@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from spectrain import signals
 from spectrain.config.evaluation_schema import DecodingConfig
 from spectrain.data.hidden_states import HiddenStateSource
 from spectrain.data.loss_mask import generated_ranges
@@ -73,7 +74,8 @@ def simulate_heldout(
     would be decoded with; where ``most_tokens`` is not given, only for the configured one, and ``length_by_n`` is
     empty. Scores come from one teacher-forced pass a document; random choices at temperature > 0 are drawn from (seed,
     document), so the figure does not depend on batching, nor on how many ``ranks`` share the documents. ``advance`` is
-    told about every document, in parts where it is scored more than once.
+    told about every document, in parts where it is scored more than once. Raises StopAsked where a rank was asked to
+    stop meanwhile.
     """
     n = config.num_speculative_tokens
     most = max(n, most_tokens or n)
@@ -84,6 +86,8 @@ def simulate_heldout(
     own_documents = documents[ranks.index :: ranks.count]
     found: list[_Document] = []
     for group in _groups(own_documents, source, packed_length):
+        if signals.asked():
+            break
         batch = pack_batch([source[d] for d in group])
         placed = batch.to(device)
         others: dict[int, list[list[Span]]] = {}
@@ -106,6 +110,8 @@ def simulate_heldout(
                 )
             )
     parts = ranks.gathered(found)
+    if sum(map(len, parts)) < len(documents):
+        raise signals.StopAsked
     in_order = [parts[i % ranks.count][i // ranks.count] for i in range(len(documents))]
     spans = {length: [span for document in in_order for span in document.spans[length]] for length in lengths}
     rounds = [document.rounds for document in in_order]

@@ -6,6 +6,7 @@ Sums stay on the device, where adding to them keeps nobody waiting; they are rea
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -24,6 +25,15 @@ class StepTotals:
     terms_K: dict[str, Tensor]
     hits_K: Tensor
     count_K: Tensor
+
+    def metrics(self) -> dict[str, Any]:
+        """What a step logs of them: means over positions."""
+        count_K = self.count_K.clamp(min=1)
+        return {
+            **{f"{name}_per_step": (value / count_K).tolist() for name, value in self.terms_K.items()},
+            "accuracy_per_step": (self.hits_K / count_K).tolist(),
+            "positions": int(self.count_K[0]),
+        }
 
 
 class StepSums:

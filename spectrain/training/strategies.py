@@ -167,7 +167,9 @@ def share_weights(module: nn.Module) -> None:
 
 
 class WholeCopy:
-    """A drafter like the one that is sharded, without weights until some are lent to it."""
+    """A drafter like the one that is trained, without weights until some are lent to it: whole ones where each rank
+    holds shares, those of another type.
+    """
 
     def __init__(self, drafter: Drafter) -> None:
         """Before it is sharded. What it borrows from its target is borrowed again, not copied."""

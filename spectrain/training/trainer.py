@@ -9,7 +9,8 @@ acceptance length, the figure a server gives, and is written to its own folder, 
 When a signal ends the command, the state after the last whole step is saved, whatever the step under way is at: only
 ``_update`` and what is decided by an evaluation change that state, and both are ``held``. So a step of many seconds
 delays nothing and is made again, and an interrupted evaluation is made again before the next step: the end is that of a
-run that was never disturbed.
+run that was never disturbed. Several ranks finish the step first: each step asks whether any of them got a signal, on
+whichever machine, and all save then what each has a share of (``_stop_together``).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -38,16 +39,18 @@ from spectrain.files import plain
 from spectrain.training.calibrate import calibrate_folder
 from spectrain.training.checkpoint_writer import CheckpointWriter
 from spectrain.training.checkpointing import TrainingState, load_checkpoint
-from spectrain.training.distributed import ALONE, Ranks
+from spectrain.training.distributed import ALONE, PATIENCE_S, Ranks
 from spectrain.training.metrics import append_metrics, keep_metrics_up_to, simulation_metrics
 from spectrain.training.optim import lr_factor, set_learning_rates
 from spectrain.training.sampler import Position, StepSampler
+from spectrain.training.served_drafter import ServedDrafter
 from spectrain.training.simulated_acceptance import SimulatedAcceptance, simulate_heldout
 from spectrain.training.step_sums import StepSums, StepTotals
 from spectrain.training.strategies import choose_strategy
 from spectrain.training.trackers import Trackers, open_trackers
 
 _DEVICE_WORKERS = 2  # loader workers where drafters are trained on an accelerator
+_ALONE_AFTER_S = 10.0  # that ranks which could end alone are given to end together
 _WAIT_TO_MENTION = 0.1  # share of a step spent waiting for data that the progress bar shows
 
 
@@ -97,8 +100,11 @@ class Trainer:
         folder_metadata: dict[str, Any],
         accelerator: Accelerator | None = None,
         ranks: Ranks = ALONE,
+        serving_dtype: torch.dtype = torch.float32,
     ) -> None:
-        """``ranks`` train this drafter together. ``folder_metadata`` are keyword arguments of ``save_drafter``."""
+        """``ranks`` train this drafter together. ``folder_metadata`` are keyword arguments of ``save_drafter``.
+        ``serving_dtype``: what the drafter will be served in; it is evaluated in it.
+        """
         self.config = config
         self.paths = paths
         self.source = source
@@ -123,6 +129,7 @@ class Trainer:
         # Again: what was gathered from the head must follow it.
         self.drafter.attach(drafter.head.to(self.accelerator.device))
         self.ranks = ranks
+        self.served = ServedDrafter(drafter, serving_dtype)
         self.strategy = choose_strategy(drafter, options, self.accelerator)
         self.sampler = self._sampler(Position())
         self.eval_every = options.eval_every_steps or max(1, self.sampler.steps_per_epoch[0])
@@ -154,11 +161,14 @@ class Trainer:
             ProgressBar("fit", total=total, unit="steps", done=first) as bar,
             self._batches(first) as batches,
             self.ranks.keeping(self._keep),
+            self._together(),
         ):
             if not self.evaluated:
                 self._evaluate_and_save()
             for step in range(first, total):
                 made = self._step(step, batches)
+                if self.ranks.most(signals.asked()):
+                    raise signals.StopAsked
                 self._evaluate_and_save()
                 bar.advance(1, note=self._note(made))
             self.writer.finish()
@@ -257,19 +267,18 @@ class Trainer:
                     if not length <= self.best["acceptance_length"]:
                         self._save_best(drafter, length)
                 self.evaluated = True
-                if tensors is not None and self.accelerator.is_main_process:
+                if tensors is not None:
                     self._checkpoint(tensors)
 
     def _simulate(self, drafter: Drafter) -> tuple[SimulatedAcceptance, float]:
         """Acceptance on the held-out documents, and the seconds that it took."""
         started = time.monotonic()
-        drafter.eval()
         options, most = self.config, drafter.training_steps
         packed_length = options.trainer.packed_length
         with ProgressBar("simulate", total=len(self.heldout), unit="documents") as bar:
             common = (self.source, self.heldout, options.decoding, self.eos_ids, packed_length, most)
-            result = simulate_heldout(drafter, *common, advance=bar.advance, ranks=self.ranks)
-        drafter.train()
+            with self.served.like(drafter) as served:
+                result = simulate_heldout(served, *common, advance=bar.advance, ranks=self.ranks)
         return result, time.monotonic() - started
 
     def _calibrate(self, step: int) -> None:
@@ -279,7 +288,7 @@ class Trainer:
         options, head = self.config, self.drafter.head
         common = (self.source, self.all_heldout, options.decoding, self.eos_ids, options.trainer.packed_length)
         found = self.ranks.from_first(
-            lambda: calibrate_folder(self.paths.drafter, head, self.accelerator.device, *common)
+            lambda: calibrate_folder(self.paths.drafter, head, self.accelerator.device, self.served.dtype, *common)
         )
         if found:
             self._log(step, found)
@@ -300,7 +309,7 @@ class Trainer:
             )
 
     def _checkpoint(self, tensors: TrainingState, extra: bool = False) -> None:
-        """Save the state of the steps so far. ``extra``: not because it is due."""
+        """Save the state of the steps so far; one rank writes it. ``extra``: not because it is due."""
         state = {
             **asdict(self.sampler.position(self.done)),
             "best": self.best,
@@ -309,13 +318,36 @@ class Trainer:
             "evaluated": self.evaluated,
             "extra": extra,
         }
-        self.writer.start(tensors, state)
+        if self.accelerator.is_main_process:
+            self.writer.start(tensors, state)
         self._saved = (self.done, self.evaluated)
 
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Inside, ranks end together. Where the first one has everything, it does not wait for a long step."""
+        if self.ranks.count == 1:
+            yield
+            return
+        alone = self.strategy.saves_alone and self.ranks.is_first
+        with signals.together(_ALONE_AFTER_S if alone else PATIENCE_S):
+            try:
+                yield
+            except signals.StopAsked:
+                self._stop_together()
+
+    def _stop_together(self) -> None:
+        """Save the steps that were made, on all ranks, and end by the signal that one of them got."""
+        number = self.ranks.most(signals.asked())
+        if self.done and self._saved != (self.done, self.evaluated):
+            tensors = self.strategy.state()
+            with signals.held():
+                self._checkpoint(tensors, extra=True)
+            self.writer.settle()
+        self.ranks.wait()
+        signals.end_together(number)
+
     def _keep(self) -> str:
-        """A signal ends the command: save what the steps so far have made. One rank alone does it, without the others:
-        after an update all of them have the same. Where each has a share, what was saved last is kept.
-        """
+        """A signal ends the command: save what the steps have made, if one rank can, and finish what is written."""
         if not self.accelerator.is_main_process:
             return ""
         if self.strategy.saves_alone and self.done and self._saved != (self.done, self.evaluated):
@@ -351,17 +383,13 @@ class Trainer:
         return "  ".join(filter(None, parts))
 
     def _step_metrics(self, step: int, made: Step) -> dict[str, Any]:
-        sums = made.sums
-        count_K = sums.count_K.clamp(min=1)
         return {
             "epoch": self.sampler[step].epoch + 1,
             "loss": self.last_loss,
-            **{f"{name}_per_step": (value / count_K).tolist() for name, value in sums.terms_K.items()},
-            "accuracy_per_step": (sums.hits_K / count_K).tolist(),
-            "positions": int(sums.count_K[0]),
+            **made.sums.metrics(),
             "lr": self.strategy.optimizers[-1].param_groups[0]["lr"],
             "gradient_norm": float(self.strategy.norm),
-            "tokens_per_s": sums.tokens / made.seconds,
+            "tokens_per_s": made.sums.tokens / made.seconds,
             "data_wait_share": made.data_wait_share,
         }
 

@@ -58,9 +58,37 @@ MUTATIONS = (
     Mutation(
         "a follower does not wait for its leader",
         "spectrain/signals.py",
-        "        while _leader.is_running():\n            time.sleep(0.05)\n",
+        "    while _leader.is_running():\n        time.sleep(0.05)\n",
         "",
         (f"{SIGNALS}::test_a_follower_has_its_leader_keep_and_ends_after_it",),
+    ),
+    Mutation(
+        "a signal does not wait for those who work together",
+        "spectrain/signals.py",
+        "    _apart.wait(_together_s)\n",
+        "",
+        (f"{SIGNALS}::test_those_who_work_together_end_where_they_meet_whoever_was_asked",),
+    ),
+    Mutation(
+        "whoever is met by nobody waits for ever",
+        "spectrain/signals.py",
+        "    _apart.wait(_together_s)\n",
+        "    _apart.wait()\n",
+        (f"{SIGNALS}::test_a_leader_whom_nobody_meets_keeps_what_it_has_by_itself",),
+    ),
+    Mutation(
+        "an evaluation that one rank left counts",
+        "spectrain/training/simulated_acceptance.py",
+        "    if sum(map(len, parts)) < len(documents):\n        raise signals.StopAsked\n",
+        "    documents = documents[: sum(map(len, parts))]\n",
+        ("tests/unit/test_served_drafter.py::test_a_rank_that_is_asked_to_stop_breaks_the_evaluation_off_for_all",),
+    ),
+    Mutation(
+        "ranks that were asked to stop save what was due alone",
+        "spectrain/training/trainer.py",
+        "        if self.done and self._saved != (self.done, self.evaluated):\n            tensors",
+        "        if False:\n            tensors",
+        ("tests/pipeline/test_ranks.py::test_signals_where_each_rank_holds_a_share",),
     ),
     Mutation(
         "a process that got an owner's number keeps others out",

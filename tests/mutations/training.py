@@ -152,6 +152,13 @@ MUTATIONS = (
         ("tests/unit/test_sampler.py",),
     ),
     Mutation(
+        "what will be served in 16 bits is evaluated in float32",
+        TRAINING + "served_drafter.py",
+        "WholeCopy(drafter) if dtype in SIXTEEN_BITS else None",
+        "None",
+        ("tests/unit/test_served_drafter.py::test_an_evaluation_is_that_of_the_drafter_in_16_bits",),
+    ),
+    Mutation(
         "every rank simulates the first documents",
         TRAINING + "simulated_acceptance.py",
         "documents[ranks.index :: ranks.count]",

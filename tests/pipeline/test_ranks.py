@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -182,8 +184,7 @@ def test_signals_to_the_launcher_and_to_each_rank(arguments, two, tmp_path):
     for output in ("checkpoints", "drafter"):
         shutil.rmtree(path / output)
     command = ["fit", *arguments, "trainer.devices=2", f"run.dir={path}"]
-    moments = [("launcher", signal.SIGUSR1, 138, 2), ("rank 1", signal.SIGUSR1, 138, 3)]
-    moments += [("rank 0", signal.SIGTERM, 143, 4)]
+    moments = [("rank 1", signal.SIGUSR1, 138, 2), ("rank 0", signal.SIGTERM, 143, 4)]
     for whom, number, code, step in moments:
         process = start(SPECTRAIN, command)
         said = kill_when(process, path, f"step-{step:08d}", whom, number)
@@ -194,6 +195,40 @@ def test_signals_to_the_launcher_and_to_each_rank(arguments, two, tmp_path):
     assert code == 0
     assert "resuming after step" in said
     assert (path / "drafter/model.safetensors").read_bytes() == (two[0] / "drafter/model.safetensors").read_bytes()
+
+
+def test_signals_where_each_rank_holds_a_share(arguments, two, tmp_path):
+    """Between checkpoints, too, all bring what they hold; the end is that of a run that nobody disturbed."""
+    paths = [Path(shutil.copytree(two[0], tmp_path / name)) for name in ("undisturbed", "stopped")]
+    for path in paths:
+        for output in ("checkpoints", "drafter"):
+            shutil.rmtree(path / output)
+        (path / "metrics.jsonl").unlink()
+    more = ["trainer.devices=2", "trainer.strategy=fsdp2", "trainer.epochs=8", "trainer.checkpoint_every_steps=1000"]
+    undisturbed, stopped = (["fit", *arguments, *more, f"run.dir={path}"] for path in paths)
+    code, said = run(SPECTRAIN, undisturbed)
+    assert code == 0, said
+    path, total, kept = paths[1], len(steps(paths[0])), 0
+    for whom, number, code in (("launcher", signal.SIGTERM, 143), ("rank 1", signal.SIGUSR1, 138)):
+        process = start(SPECTRAIN, stopped)
+        said = signal_when(process, path, lambda seen=kept + 2: len(steps_so_far(path)) >= seen, whom, number)
+        assert process.returncode == code, said
+        assert "error" not in said
+        found = re.findall(f"stopped by {number.name}: fit keeps (\\d+) of {total}", said)
+        assert len(found) == 1, said
+        before, kept = kept, int(found[0])
+        assert before + 2 <= kept < total
+        assert newest(path) == f"step-{kept:08d}"
+    code, said = run(SPECTRAIN, stopped)
+    assert code == 0, said
+    assert f"resuming after step {kept} of {total}" in said
+    for name in ("drafter/model.safetensors", f"checkpoints/step-{total:08d}/optimizer.safetensors"):
+        assert (paths[1] / name).read_bytes() == (paths[0] / name).read_bytes()
+    assert [line["loss"] for line in steps(paths[1])] == [line["loss"] for line in steps(paths[0])]
+
+
+def steps_so_far(path: Path) -> list[dict[str, Any]]:
+    return steps(path) if (path / "metrics.jsonl").is_file() else []
 
 
 def newest(path: Path) -> str:
@@ -208,9 +243,15 @@ def kill_when(
     number: signal.Signals = signal.SIGKILL,
 ) -> str:
     """A signal once this run has made a checkpoint of that name, or a newer one. Returns what went to stderr."""
-    until = time.monotonic() + 240
     before = newest(path)  # a signal makes one, too: the run before may have come further
-    while newest(path) < checkpoint or newest(path) == before:
+    return signal_when(process, path, lambda: newest(path) >= checkpoint and newest(path) != before, whom, number)
+
+
+def signal_when(
+    process: subprocess.Popen[str], path: Path, ready: Callable[[], bool], whom: str, number: signal.Signals
+) -> str:
+    until = time.monotonic() + 240
+    while not ready():
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < until
         time.sleep(0.02)

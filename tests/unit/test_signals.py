@@ -204,6 +204,88 @@ def test_a_follower_has_its_leader_keep_and_ends_after_it(tmp_path, also_the_lea
     assert ended_ns - int((folders[1] / "works").read_text()) < 1e9  # it worked on until the leader had ended
 
 
+# Does at "meeting points" what several processes do that work together: those who were asked say so in a file.
+MEETS = (
+    BEGIN
+    + """
+if len(sys.argv) > 2:
+    from dataclasses import replace
+    from spectrain.processes import _state_and_start
+    pid = int(sys.argv[2])
+    signals.follow(replace(signals.ProcessId.of_this(), pid=pid, started=_state_and_start(pid)[1]))
+heard = folder.parent / "heard"
+with signals.keeping(keep):
+    with signals.together(PATIENCE):
+        ready()
+        while not heard.exists():
+            if signals.asked() and (folder.parent / "listens").exists():
+                heard.with_suffix(".part").write_text(str(signals.asked()))
+                heard.with_suffix(".part").rename(heard)
+            time.sleep(0.01)
+        (folder / "brought").touch()
+        signals.end_together(int(heard.read_text()))
+"""
+)
+
+
+def start_together(tmp_path, patience="60"):
+    """(leader, follower)"""
+    folders = [tmp_path / "leader", tmp_path / "follower"]
+    for folder in folders:
+        folder.mkdir()
+    script = MEETS.replace("PATIENCE", patience)
+    leader = start(folders[0], script)
+    follower = subprocess.Popen(
+        [sys.executable, "-c", script, str(folders[1]), str(leader.pid)], stderr=subprocess.PIPE, text=True
+    )
+    wait_for(folders[1] / "ready")
+    return leader, follower
+
+
+@pytest.mark.parametrize("whom", ["leader", "follower", "both"])
+def test_those_who_work_together_end_where_they_meet_whoever_was_asked(tmp_path, whom):
+    """Not before; each brings what it has; the leader keeps it, says so, and ends first."""
+    leader, follower = start_together(tmp_path)
+    for name, process in (("leader", leader), ("follower", follower)):
+        if whom in (name, "both"):
+            process.send_signal(signal.SIGUSR1)
+    with pytest.raises(subprocess.TimeoutExpired):
+        leader.wait(timeout=0.5)
+    (tmp_path / "listens").touch()
+    _, said = leader.communicate(timeout=PATIENCE_S)
+    _, silence = follower.communicate(timeout=PATIENCE_S)
+    assert (leader.returncode, said) == (138, "stopped by SIGUSR1: 3 of 7 answers are stored\n")
+    assert (follower.returncode, silence) == (138, "")
+    assert [(tmp_path / name / "brought").exists() for name in ("leader", "follower")] == [True, True]
+    assert [(tmp_path / name / "kept").exists() for name in ("leader", "follower")] == [True, False]
+
+
+def test_a_leader_whom_nobody_meets_keeps_what_it_has_by_itself(tmp_path):
+    """And a follower's wish reaches it in the end."""
+    leader, follower = start_together(tmp_path, patience="0.3")
+    follower.send_signal(signal.SIGTERM)
+    _, said = leader.communicate(timeout=PATIENCE_S)
+    follower.communicate(timeout=PATIENCE_S)
+    assert (leader.returncode, follower.returncode) == (143, 143)
+    assert said.endswith("stopped by SIGTERM: 3 of 7 answers are stored\n")
+    assert not (tmp_path / "leader/brought").exists()
+
+
+def test_a_signal_that_nobody_heard_acts_when_they_part(tmp_path):
+    script = (
+        KEEPS
+        + """with signals.together(60):
+        ready()
+        while not signals.asked():
+            time.sleep(0.01)
+    with signals.held():
+        (folder / "went on").touch()
+"""
+    )
+    assert end(start(tmp_path, script), signal.SIGTERM) == (143, "stopped by SIGTERM: 3 of 7 answers are stored\n")
+    assert not (tmp_path / "went on").exists()
+
+
 def test_a_process_is_known_from_another_that_got_its_number(tmp_path):
     from dataclasses import replace
 
