@@ -35,6 +35,7 @@ EVAL = Command(
     stages=PIPELINE[3:],
     needs_prompts=False,
     needs_drafter=True,
+    keeps_config=True,
     measures=True,
 )
 _PARITY = replace(

@@ -106,12 +106,21 @@ class SuiteConfig(Section, name="suite"):
         example='["{question}"]',
     )
     answer: str | None = key(
-        None, "column of suite.hub with the right answer, by which answers are graded; null: none", example="answer"
+        None,
+        "column of suite.hub with the right answer, or a form such as suite.turns that makes it of columns, by which "
+        "answers are graded; null: none",
+        example="answer",
     )
-    grading: Literal["none", "number", "boxed"] = key(
+    grading: Literal["none", "number", "boxed", "tests"] = key(
         "none",
         "how an answer is compared with the right one; number: the last number of each; boxed: what \\boxed{} holds, "
-        "or the last number where nothing is boxed; none: not at all",
+        "or the last number where nothing is boxed; tests: the right answer is a program that tests the code of the "
+        "answer, where suite.execute_code allows it; none: not at all",
+    )
+    execute_code: bool = key(
+        False,
+        "run the code of answers, which a model wrote, to grade it by tests; each in a process of its own with limits "
+        "of time and memory, which is no sandbox: do it in a container",
     )
     domain: str | None = key(
         None,

@@ -28,6 +28,7 @@ from spectrain.drafters.drafter_folder import load_drafter
 from spectrain.drafters.registry import find_method
 from spectrain.drafters.serving_config import drafter_digest
 from spectrain.errors import InputError, RunError
+from spectrain.evaluation.code_execution import docstring_tests, passes_tests
 from spectrain.evaluation.grading import is_right
 from spectrain.evaluation.lossless import OutputDifference, first_difference
 from spectrain.evaluation.records import Conditions, EvaluationRecord, PromptResult
@@ -70,6 +71,22 @@ def note_fewer_prompts(context: Context) -> None:
         if size < suite.max_prompts:
             fewer = f"fewer than suite.max_prompts={suite.max_prompts}"
             say(f"note: suite {suite.name} has {size} prompts, {fewer}: all are asked")
+
+
+def note_substitute_tests(context: Context) -> None:
+    """Say so where code is not graded by the tests of its suite, because the prompts bring none."""
+    suite = context.config.suite
+    if suite.grading != "tests" or not suite.execute_code:
+        return
+    asked = load_suite(suite, (), prompt_roots(), context.config.data.system)
+    graded = right_answers(suite, prompt_roots(), context.config.data.system)
+    examples = sum(docstring_tests(c.turns[-1]) == graded.get(c.prompt_digest(), "") for c in asked)
+    lacking = len(asked) - len(graded)
+    if examples or lacking:
+        say(
+            f"note: suite {suite.name}: {examples + lacking} of {len(asked)} prompts bring no tests: {examples} of "
+            f"them are graded by the examples in their docstrings, which are easier, {lacking} not at all"
+        )
 
 
 def max_new_tokens(context: Context) -> int:
@@ -134,6 +151,7 @@ def measured_inputs(context: Context, with_drafter: bool = True) -> dict[str, An
         **({"drafter": drafter_digest(context.measured_drafter)} if with_drafter else {}),
         "prompts of the suite": digest_strings(prompts),
         "suite.max_new_tokens": max_new_tokens(context),
+        **({"suite.execute_code": True} if context.config.suite.execute_code else {}),
     }
 
 
@@ -248,7 +266,11 @@ def _graded(context: Context, answer: Answer, right: Mapping[str, str]) -> Answe
     given = ""
     if len(answer.turns) == len(answer.conversation.turns):
         given = context.tokenizer.decode(answer.turns[-1][1].ids, skip_special_tokens=True)
-    correct = is_right(given, expected, context.config.suite.grading)
+    grading = context.config.suite.grading
+    if grading == "tests":
+        correct = passes_tests(answer.conversation.turns[-1], given, expected)
+    else:
+        correct = is_right(given, expected, grading)
     return replace(answer, result=replace(answer.result, correct=correct))
 
 

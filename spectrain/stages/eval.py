@@ -63,6 +63,7 @@ from spectrain.stages.answer_suite import (
     load_untuned,
     measured_inputs,
     note_fewer_prompts,
+    note_substitute_tests,
     output_differences,
     refuse_wrong_output,
     simulate_same_prompts,
@@ -169,6 +170,7 @@ def evaluate(context: Context) -> float | None:
         stdout.print(evaluation_table(read_records(run_dir.eval)))
         return run_dir.outputs(decision.name).get("acceptance_length")
     note_fewer_prompts(context)
+    note_substitute_tests(context)
     for conversation in suite_prompts(context):  # raises for a prompt without room for an answer
         answer_limit(context, conversation, context.template.first_prompt_ids(conversation))
     _check_records(context, decision.name)

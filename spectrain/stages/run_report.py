@@ -52,8 +52,8 @@ class Answer:
 def write_run_report(context: Context, records: Sequence[EvaluationRecord], answers: Sequence[Answer]) -> None:
     """Write the page of the run directory. ``answers``: of the drafter measured last, for examples."""
     config = context.config
-    folder = context.measured_drafter
-    own = folder == context.run_dir.drafter
+    drafted = context.has_drafter
+    own = drafted and context.measured_drafter == context.run_dir.drafter
     # The headline is the drafter measured last.
     newest = [
         record
@@ -81,10 +81,10 @@ def write_run_report(context: Context, records: Sequence[EvaluationRecord], answ
             step_costs=_step_costs(context),
             training=read_json_lines(context.run_dir.metrics) if own else (),
             examples=[_example(context, answer) for answer in answers[:_EXAMPLES]],
-            drafter_facts=_drafter_facts(context),
+            drafter_facts=_drafter_facts(context) if drafted else (),
             data_facts=_data_facts(context),
             trained_on=_trained_on(context) if own else None,
-            serve_commands=_serve_commands(context),
+            serve_commands=_serve_commands(context) if drafted else (),
             config_yaml=config_yaml(config),
             versions=versions(),
             hardware=_hardware(context),
