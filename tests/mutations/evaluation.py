@@ -268,4 +268,25 @@ MUTATIONS = (
         "target_logits(len(prompt) + position - 2)",
         ("tests/unit/test_lossless.py",),
     ),
+    Mutation(
+        "code that ends its process counts as code that passes",
+        EVALUATION + "code_execution.py",
+        "return said == word.encode()",
+        "return process.returncode == 0",
+        ("tests/unit/test_code_execution.py",),
+    ),
+    Mutation(
+        "code that a model wrote writes where it likes",
+        EVALUATION + "run_answer.py",
+        "if writes and not is_inside(path):",
+        "if writes and event is None:",
+        ("tests/unit/test_code_execution.py",),
+    ),
+    Mutation(
+        "code is run without its tests",
+        EVALUATION + "code_execution.py",
+        "answer_code(answer), tests) if part",
+        "answer_code(answer)) if part",
+        ("tests/unit/test_code_execution.py",),
+    ),
 )

@@ -29,6 +29,7 @@ from spectrain.evaluation.report.tables import (
     distinct_names,
     interval_text,
     number,
+    percent,
     policy_rows,
     share_text,
     shared_conditions,
@@ -105,6 +106,7 @@ def render_report(inputs: ReportInputs) -> str:
         next_step=None if main is None else next_step(main, inputs.trained_on),
         conditions=shared_conditions(inputs.records),
         methods=list(_method_rows(inputs.records, main)),
+        graded=any(record.accuracy is not None for record in inputs.records),
         method_figures=list(_method_figures(inputs.records, main)),
         position_figures=list(_position_figures(inputs.records, main)),
         policies=list(policy_rows(inputs.records)),
@@ -183,6 +185,7 @@ def _method_rows(records: Sequence[EvaluationRecord], main: EvaluationRecord | N
             "speedup_interval": interval_text(record.speedup_interval),
             "identical": {None: MISSING, True: "yes", False: "no"}[record.output_identical],
             "differs": record.output_identical is False,
+            "right": percent(record.accuracy),
         }
 
 

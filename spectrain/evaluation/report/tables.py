@@ -92,6 +92,11 @@ def share_text(share: float | None) -> str:
     return MISSING if share is None else f"{share:.3f}".removeprefix("0")
 
 
+def percent(share: float | None) -> str:
+    """``48 %``; a dash for what was not measured."""
+    return MISSING if share is None else f"{100 * share:.0f} %"
+
+
 def decoded_by(record: EvaluationRecord) -> str:
     """Who decoded: our own loop, or vLLM."""
     return "the loop" if record.engine == "hf" else "vLLM"
@@ -127,9 +132,13 @@ def evaluation_table(records: Sequence[EvaluationRecord]) -> RenderableType:
     table.add_column("tokens/s", justify="right")
     table.add_column("speed-up", justify="right")
     table.add_column("same output", justify="center")
+    graded = any(record.accuracy is not None for record in records)
+    if graded:
+        table.add_column("right", justify="right")
     names = distinct_names(records)
     for name, record in zip(names, records, strict=True):
-        table.add_row(*_cells(name, record), style="bold" if record.is_drafter else "")
+        right = (Text(percent(record.accuracy)),) if graded else ()
+        table.add_row(*_cells(name, record), *right, style="bold" if record.is_drafter else "")
     return Group(
         Text(shared_conditions(records), style="bold"),
         table,
