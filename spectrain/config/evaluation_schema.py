@@ -138,6 +138,14 @@ class SuiteConfig(Section, name="suite"):
         example="4096",
         at_most=1 << 24,
     )
+    lossless_seeds: int = key(
+        0,
+        "at temperatures above 0, answers to each of a few prompts, with and without speculation, whose distributions "
+        "are compared; 0: they are not",
+        at_least=0,
+        example="128",
+        at_most=1 << 16,
+    )
     max_prompts: int = key(16, "at most so many prompts, spread evenly over the file", at_least=1, at_most=ANY_COUNT)
     max_new_tokens: int | None = key(
         None,

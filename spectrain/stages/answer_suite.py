@@ -32,6 +32,7 @@ from spectrain.evaluation.code_execution import docstring_tests, passes_tests
 from spectrain.evaluation.grading import is_right
 from spectrain.evaluation.lossless import OutputDifference, first_difference
 from spectrain.evaluation.records import Conditions, EvaluationRecord, PromptResult
+from spectrain.evaluation.same_distribution import DistributionTest
 from spectrain.evaluation.suites import lengthened, load_suite, right_answers, source_size
 from spectrain.files import digest_strings
 from spectrain.stages import capture
@@ -41,6 +42,8 @@ from spectrain.target.head import TargetHead
 from spectrain.training.simulated_acceptance import SimulatedAcceptance, simulate_heldout
 
 _WARM_UP_TOKENS = 8
+# What is named among the inputs only where it is set, so that measurements without it remain valid.
+_WHERE_SET = ("execute_code", "lossless_seeds")
 _THINKING = ("enable_thinking", "thinking")  # what templates call it
 
 
@@ -108,13 +111,14 @@ class Method:
 @dataclass(frozen=True)
 class Measurement:
     """What an evaluation made: the records of all its methods, and of the drafter's first one the answers.
-    differences: of answers from those without speculation, with the method.
+    differences: of answers from those without speculation; sampled: tests of sampled ones; each with the method.
     """
 
     records: list[EvaluationRecord]
     record: EvaluationRecord
     answers: list[Answer]
     differences: tuple[tuple[str, OutputDifference], ...] = ()
+    sampled: tuple[tuple[str, DistributionTest], ...] = ()
 
 
 def conditions(context: Context, method: Method, size: int, engine_version: str) -> Conditions:
@@ -151,7 +155,7 @@ def measured_inputs(context: Context, with_drafter: bool = True) -> dict[str, An
         **({"drafter": drafter_digest(context.measured_drafter)} if with_drafter else {}),
         "prompts of the suite": digest_strings(prompts),
         "suite.max_new_tokens": max_new_tokens(context),
-        **({"suite.execute_code": True} if context.config.suite.execute_code else {}),
+        **{f"suite.{name}": value for name in _WHERE_SET if (value := getattr(context.config.suite, name))},
     }
 
 

@@ -29,6 +29,7 @@ from spectrain.stages.drafter_checks import (
     check_dimensions,
     check_drafter_folder,
     check_kind,
+    check_lossless,
     check_measured,
 )
 from spectrain.stages.run_dir import RunDir, work_dir
@@ -67,6 +68,7 @@ def check_config(config: SpectrainConfig, command: Command, given: Set[str] = fr
     _check_lengths(config, command)
     if command.measures:
         check_baselines(config, config.suite.baselines)
+    check_lossless(config, command)
     check_trackers(config)
     check_strategy(config, command)
     _check_engine(config, command)

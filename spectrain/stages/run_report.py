@@ -78,6 +78,7 @@ def write_run_report(context: Context, records: Sequence[EvaluationRecord], answ
             created=datetime.now().astimezone().isoformat(sep=" ", timespec="minutes"),
             records=ordered,
             sweep=read_records(context.run_dir.eval / "sweep"),
+            serving=read_records(context.run_dir.eval / "serving"),
             step_costs=_step_costs(context),
             training=read_json_lines(context.run_dir.metrics) if own else (),
             examples=[_example(context, answer) for answer in answers[:_EXAMPLES]],
