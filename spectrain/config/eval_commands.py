@@ -111,7 +111,7 @@ _SERVING = replace(
 _COMPARE = replace(
     EVAL,
     name="eval compare",
-    summary="compare records, folders of records or runs, with paired intervals",
+    summary="compare records, folders of records, runs or published drafters, with paired intervals",
     detail="Shows what two or more measured, side by side, over the prompts that both answered. Records that were "
     "measured under other conditions are refused by what differs.",
     function="spectrain.cli:compare_records",
@@ -119,7 +119,7 @@ _COMPARE = replace(
     writes="nothing",
     sections=(),
     keys=(),
-    examples=("spectrain eval compare runs/one runs/other", "spectrain eval compare A.json B.json --anyway"),
+    examples=("spectrain eval compare runs/one runs/other", "spectrain eval compare runs/one ORG/NAME@v2 --anyway"),
     options=(Option("--anyway", "compare records of other conditions, too"),),
     needs_drafter=False,
     measures=False,
