@@ -289,4 +289,32 @@ MUTATIONS = (
         "answer_code(answer)) if part",
         ("tests/unit/test_code_execution.py",),
     ),
+    Mutation(
+        "ended answers are left out of the comparison of distributions",
+        EVALUATION + "same_distribution.py",
+        "*[_ENDED] * (tokens - len(answer))",
+        "*answer[-1:] * (tokens - len(answer))",
+        ("tests/unit/test_same_distribution.py",),
+    ),
+    Mutation(
+        "labels are exchanged between the two sides alike at every permutation",
+        EVALUATION + "same_distribution.py",
+        "generator.permuted(np.tile(signs_N, (PERMUTATIONS, 1)), axis=1)",
+        "np.tile(generator.permuted(signs_N), (PERMUTATIONS, 1))",
+        ("tests/unit/test_same_distribution.py",),
+    ),
+    Mutation(
+        "time for each token counts the first one",
+        EVALUATION + "serving_figures.py",
+        "(latency - first) / (tokens - 1) if tokens > 1",
+        "latency / tokens if tokens > 1",
+        ("tests/vllm/test_serving_turns.py",),
+    ),
+    Mutation(
+        "methods do not take turns where one server runs at a time",
+        "spectrain/stages/eval_serving.py",
+        "methods[:: 1 if repeat % 2 == 0 else -1]",
+        "methods",
+        ("tests/vllm/test_serving_turns.py",),
+    ),
 )
