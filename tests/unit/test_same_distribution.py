@@ -40,7 +40,7 @@ def test_the_p_value_is_that_of_all_relabellings():
 
 
 def test_ended_answers_count_as_ended():
-    ends, goes_on = [[[1]] * 30], [[[1, 2]] * 30]
+    ends, goes_on = [[[1]] * 30], [[[1, 1]] * 30]
     assert compare_samples(ends, goes_on, 2).p_value < 0.001
     assert compare_samples(ends, ends, 2).p_value == 1.0
 

@@ -1,4 +1,4 @@
-"""``eval serving`` without any vLLM at work: which measurements are made, in which order, what is kept, what is refused.
+"""``eval serving`` without any vLLM at work: which measurements are made, in which order, what is kept, what refused.
 Servers and vLLM's client are stand-ins.
 """
 
@@ -117,6 +117,7 @@ def test_methods_take_turns_and_records_are_what_the_client_saw(run_dir: Path, c
     assert figures.tpot_s is not None and figures.tpot_s.p99 == pytest.approx(0.3 / (TOKENS - 1))
     assert figures.itl_s is not None and figures.itl_s.p90 == pytest.approx(0.1)
     page = (run_dir / "report.html").read_text()
+    assert "<h2>Examples" in page  # of the evaluation before
     assert "As clients see it" in page and "the first token within 0.15 s" in page
     assert {"serving-tokens-concurrency.svg", "serving-ttft-concurrency.png"} <= {
         path.name for path in (run_dir / "eval" / "serving" / "pictures").iterdir()
@@ -144,9 +145,8 @@ def test_what_was_stopped_goes_on_and_what_changed_is_measured_again(run_dir: Pa
     assert asked(run_dir) == 0 and len(Client.loads) == 14
     assert "is damaged: it is measured again" in capsys.readouterr().err
     assert asked(run_dir) == 0 and len(Client.loads) == 14
-    assert (
-        asked(run_dir, "serving.limit_ttft_s=0.25") == 0 and len(Client.loads) == 14
-    )  # counted anew from what is there
+    # Limits are counted anew from what is there.
+    assert asked(run_dir, "serving.limit_ttft_s=0.25") == 0 and len(Client.loads) == 14
     assert read_records(run_dir / "eval" / "serving")[0].serving.goodput_requests_per_s == 0.5  # type: ignore[union-attr]
     assert asked(run_dir, "suite.max_new_tokens=7") == 0 and len(Client.loads) == 26
 
