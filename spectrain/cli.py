@@ -241,6 +241,7 @@ def execute(
     """
     from spectrain.stages.checks import check_config, prepare
 
+    command = command.for_methods(config.sweep.methods)
     if ranks is not None and not command.trains:
         raise ConfigError(f"{command.name} is one process, start it without a launcher: fit and run use several")
     check_config(config, command, given)  # before the slow imports

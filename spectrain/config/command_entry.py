@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from spectrain.config.evaluation_schema import BASELINES
 from spectrain.config.overrides import suggest
 from spectrain.errors import ConfigError
 
@@ -64,7 +65,8 @@ class Command:
     needs_word: bool = False  # nothing is done without one of them
     stages: tuple[str, ...] = ()  # of the pipeline, that it brings up to date
     needs_prompts: bool = True  # training prompts have to be configured
-    needs_drafter: bool = False  # works on a drafter that is there, and leaves the run's configuration as it is
+    needs_drafter: bool = False  # works on a drafter that is there
+    keeps_config: bool = False  # leaves the run's configuration as it is
     captures: bool = False  # runs the target over responses, even where all that training needs is there
     trains: bool = False
     measures: bool = False  # decodes the prompts of a suite
@@ -81,6 +83,11 @@ class Command:
     def asks_suite(self, named_suites: Sequence[str]) -> bool:
         """Whether the configured suite is asked: by whatever measures, but not by a sweep over others."""
         return self.measures and not (self.sweeps and named_suites)
+
+    def for_methods(self, swept: Sequence[str]) -> Command:
+        """This command, where a sweep names methods that need no drafter and nothing else: it needs none."""
+        without = self.sweeps and bool(swept) and set(swept) <= set(BASELINES)
+        return replace(self, needs_drafter=False) if without else self
 
     def load(self) -> Callable[..., Any]:
         """The function behind the command; only its own imports are paid for."""

@@ -108,6 +108,7 @@ _SERVE = Command(
     options=(Option("--print", "show vLLM's command line instead of starting it"),),
     needs_prompts=False,
     needs_drafter=True,
+    keeps_config=True,
     touches_run_dir=False,
     takes_multirun=False,
     takes_flags=True,

@@ -44,6 +44,7 @@ EVAL = Command(
     stages=PIPELINE[3:],
     needs_prompts=False,
     needs_drafter=True,
+    keeps_config=True,
     measures=True,
 )
 _PARITY = replace(
@@ -95,10 +96,31 @@ _SIMULATE = replace(
     needs_prompts=True,
     takes_multirun=False,
 )
+_SERVING = replace(
+    EVAL,
+    name="eval serving",
+    summary="measure vLLM's server as its clients see it, with and without speculation",
+    detail="Starts vLLM's servers as `spectrain serve` would, with the drafter and without speculation, and lets "
+    "vLLM's benchmark client ask them a suite's prompts: so many at a time, or so many a second. Tokens a second, time "
+    "to the first token and for each further one, and how many answers keep the limits. Goes on where it was stopped.",
+    function="spectrain.stages.eval_serving:measure_serving",
+    writes="eval/serving/, report.html",
+    sections=("serving", "suite", "decoding", "engine"),
+    keys=(
+        *("drafter.path", "serving.concurrency", "serving.request_rates", "serving.requests", "serving.repeats"),
+        *("serving.methods", "serving.limit_ttft_s", "serving.limit_tpot_s", "decoding.num_speculative_tokens"),
+        *("decoding.temperature", "suite.max_prompts", "suite.max_new_tokens"),
+    ),
+    examples=(
+        "spectrain eval serving run.dir=runs/mine serving.concurrency=[1,8] serving.limit_ttft_s=0.5",
+        "spectrain eval serving run.dir=runs/mine serving.concurrency=[] serving.request_rates=[0.5,1,2]",
+    ),
+    takes_multirun=False,
+)
 _COMPARE = replace(
     EVAL,
     name="eval compare",
-    summary="compare records, folders of records or runs, with paired intervals",
+    summary="compare records, folders of records, runs or published drafters, with paired intervals",
     detail="Shows what two or more measured, side by side, over the prompts that both answered. Records that were "
     "measured under other conditions are refused by what differs.",
     function="spectrain.cli:compare_records",
@@ -106,7 +128,7 @@ _COMPARE = replace(
     writes="nothing",
     sections=(),
     keys=(),
-    examples=("spectrain eval compare runs/one runs/other", "spectrain eval compare A.json B.json --anyway"),
+    examples=("spectrain eval compare runs/one runs/other", "spectrain eval compare runs/one ORG/NAME@v2 --anyway"),
     options=(Option("--anyway", "compare records of other conditions, too"),),
     needs_drafter=False,
     measures=False,
@@ -136,4 +158,4 @@ _MATRIX = replace(
 )
 
 # ``eval`` as the table holds it.
-EVAL_WITH_WORDS = replace(EVAL, words=(_PARITY, _SIMULATE, _SWEEP, _COMPARE, _MATRIX))
+EVAL_WITH_WORDS = replace(EVAL, words=(_PARITY, _SIMULATE, _SWEEP, _SERVING, _COMPARE, _MATRIX))

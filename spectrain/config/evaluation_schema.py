@@ -106,12 +106,21 @@ class SuiteConfig(Section, name="suite"):
         example='["{question}"]',
     )
     answer: str | None = key(
-        None, "column of suite.hub with the right answer, by which answers are graded; null: none", example="answer"
+        None,
+        "column of suite.hub with the right answer, or a form such as suite.turns that makes it of columns, by which "
+        "answers are graded; null: none",
+        example="answer",
     )
-    grading: Literal["none", "number", "boxed"] = key(
+    grading: Literal["none", "number", "boxed", "tests"] = key(
         "none",
         "how an answer is compared with the right one; number: the last number of each; boxed: what \\boxed{} holds, "
-        "or the last number where nothing is boxed; none: not at all",
+        "or the last number where nothing is boxed; tests: the right answer is a program that tests the code of the "
+        "answer, where suite.execute_code allows it; none: not at all",
+    )
+    execute_code: bool = key(
+        False,
+        "run the code of answers, which a model wrote, to grade it by tests; each in a process of its own with limits "
+        "of time and memory, which is no sandbox: do it in a container",
     )
     domain: str | None = key(
         None,
@@ -128,6 +137,14 @@ class SuiteConfig(Section, name="suite"):
         at_least=1,
         example="4096",
         at_most=1 << 24,
+    )
+    lossless_seeds: int = key(
+        0,
+        "at temperatures above 0, answers to each of a few prompts, with and without speculation, whose distributions "
+        "are compared; 0: they are not",
+        at_least=0,
+        example="128",
+        at_most=1 << 16,
     )
     max_prompts: int = key(16, "at most so many prompts, spread evenly over the file", at_least=1, at_most=ANY_COUNT)
     max_new_tokens: int | None = key(

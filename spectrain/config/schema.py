@@ -22,6 +22,7 @@ from spectrain.config.keys import FILE_NAME_BYTES, Section, key, require
 from spectrain.config.launcher_schema import LauncherConfig
 from spectrain.config.plan_schema import PlanConfig
 from spectrain.config.publish_schema import PublishConfig
+from spectrain.config.serving_schema import ServingConfig
 from spectrain.config.sweep_schema import SweepConfig
 from spectrain.config.target_schema import TargetConfig
 from spectrain.config.trainer_schema import TrainerConfig
@@ -98,6 +99,7 @@ class SpectrainConfig:
     suite: SuiteConfig = key(make=SuiteConfig)
     export: ExportConfig = key(make=ExportConfig)
     sweep: SweepConfig = key(make=SweepConfig)
+    serving: ServingConfig = key(make=ServingConfig)
     logger: LoggerConfig = key(make=LoggerConfig)
     launcher: LauncherConfig = key(make=LauncherConfig)
     plan: PlanConfig = key(make=PlanConfig)

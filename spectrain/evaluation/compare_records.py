@@ -33,6 +33,7 @@ CONDITIONS = {
     "max_new_tokens": "max_new_tokens",
     "concurrency": "concurrency",
     "context_tokens": "context tokens",
+    "request_rate": "requests a second",
 }
 
 
@@ -76,7 +77,11 @@ def records_of(name: str) -> list[EvaluationRecord]:
         return [read_record(path)]
     if not path.is_dir():
         raise InputError(f"{name} is neither a record, nor a folder of records, nor a run directory")
-    folders = [path / "eval", path / "eval" / "sweep"] if (path / "eval").is_dir() else [path, path / "sweep"]
+    folders = (
+        [path / "eval", path / "eval" / "sweep", path / "eval" / "serving"]
+        if (path / "eval").is_dir()
+        else [path, path / "sweep"]
+    )
     files = [file for folder in folders for file in sorted(folder.glob("*.json"))]
     if not files:
         raise InputError(f"{name} holds no evaluation records: run `spectrain eval` there first")
@@ -96,7 +101,13 @@ def pairs(
         kind = "drafter" if record.is_drafter else record.method
         return (
             *(record.suite, kind, record.num_speculative_tokens, record.temperature, record.engine),
-            *(record.concurrency, record.context_tokens, record.draft_policy, record.draft_threshold),
+            *(
+                record.concurrency,
+                record.context_tokens,
+                record.request_rate,
+                record.draft_policy,
+                record.draft_threshold,
+            ),
         )
 
     ours: dict[tuple[object, ...], list[EvaluationRecord]] = defaultdict(list)

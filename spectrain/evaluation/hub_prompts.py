@@ -64,7 +64,8 @@ def _conversation(config: SuiteConfig, row: Mapping[str, Any], number: int, cate
     domain = _filled(config.domain, row, where) if config.domain else row.get("category") or category
     answer = None
     if config.answer is not None:
-        answer = str(_column(row, config.answer, where))
+        form = config.answer if "{" in config.answer else f"{{{config.answer}}}"
+        answer = _filled(form, row, where)
     return Conversation(
         id=f"{config.name}-{category}-{number}" if category else f"{config.name}-{number}",
         turns=tuple(turns),

@@ -24,6 +24,7 @@ from spectrain.errors import InputError, RunError
 from spectrain.evaluation.prompt_figures import PromptFigures, accuracy, prompt_figures
 from spectrain.evaluation.prompt_figures import PromptResult as PromptResult
 from spectrain.evaluation.reliability import ConfidenceStats
+from spectrain.evaluation.serving_figures import ServingFigures
 from spectrain.files import check_digest, finite_or_none, with_digest, without_digest, write_atomically
 
 Interval = tuple[float, float]
@@ -44,7 +45,8 @@ class Conditions:
     without speculation. top_p = 1 and top_k = 0 are off. concurrency: conversations decoded together. draft_policy:
     which drafts of a round are verified (fixed: all, threshold, scheduler), draft_threshold: the threshold of that
     policy. thinking: whether the chat template was told to let the target think; template_kwargs: all that it was told,
-    as JSON. context_tokens: what prompts were lengthened to, ``None`` for prompts as they are.
+    as JSON. context_tokens: what prompts were lengthened to, ``None`` for prompts as they are. request_rate: requests
+    that arrived in a second at a server, ``None`` where ``concurrency`` of them were under way at any time.
     """
 
     target: str
@@ -66,6 +68,7 @@ class Conditions:
     draft_policy: str = "fixed"
     draft_threshold: float | None = None
     context_tokens: int | None = None
+    request_rate: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,9 +79,12 @@ class EvaluationRecord(Conditions):
     (``cut_rounds`` were ended by the length limit and are left out). acceptance_per_position is unconditional, as vLLM
     reports it. Intervals are 95 % bootstrap intervals over prompts. speedup: the baseline's seconds for as many tokens,
     over this method's. output_identical: the ids equal the baseline's, prompt by prompt; ``None`` above temperature 0.
+    output_distribution_p: p-value of the same distribution with and without speculation, where seeds were drawn.
     simulated_*: what simulation predicted for the same prompts. confidence: whether a drafter's confidence was right,
     measured where all drafts are verified. accuracy: share of right answers of those graded. prompts: figures of each.
-    inputs: digest of all that the measurement was made from, where it is one of a sweep.
+    inputs: digest of all that the measurement was made from, where it is one of a sweep. serving: what a server's
+    clients saw; output_tokens_per_s, speedup (of a request's latency) and baseline_tokens_per_s are then of all
+    requests.
     """
 
     num_prompts: int
@@ -100,6 +106,7 @@ class EvaluationRecord(Conditions):
     verify_s_per_round: float | None = None
     peak_memory_bytes: int | None = None
     output_identical: bool | None = None
+    output_distribution_p: float | None = None
     simulated_acceptance_length: float | None = None
     simulated_acceptance_length_interval: Interval | None = None
     simulated_rounds: int | None = None
@@ -108,6 +115,7 @@ class EvaluationRecord(Conditions):
     baseline_accuracy: float | None = None
     prompts: tuple[PromptFigures, ...] = ()
     inputs: str | None = None
+    serving: ServingFigures | None = None
     schema_version: int = field(default=1)
 
     @property
@@ -127,6 +135,7 @@ class EvaluationRecord(Conditions):
             method=self.method,
             concurrency=self.concurrency,
             context_tokens=self.context_tokens,
+            request_rate=self.request_rate,
         )
         return f"{name}.json"
 
@@ -150,6 +159,7 @@ def measurement_name(
     method: str = "",
     concurrency: int = 1,
     context_tokens: int | None = None,
+    request_rate: float | None = None,
 ) -> str:
     """The name that tells measurements apart, safe in a path: of a record's file, and, without method and concurrency,
     of the stage that measures several methods and batch sizes: ``heldout-hf-eagle3-n3-t0``, ``heldout-hf-n3-t0``.
@@ -159,6 +169,8 @@ def measurement_name(
         parts.append(draft_policy + ("" if draft_threshold is None else f"{draft_threshold:g}"))
     if context_tokens is not None:
         parts.append(f"k{context_tokens}")
+    if request_rate is not None:
+        parts.append(f"r{request_rate:g}")
     if concurrency > 1:
         parts.append(f"c{concurrency}")
     return re.sub(r"[^A-Za-z0-9._-]+", "_", "-".join(parts))
@@ -175,6 +187,7 @@ def build_record(
     peak_memory_bytes: int | None = None,
     confidence: ConfidenceStats | None = None,
     inputs: str | None = None,
+    output_distribution_p: float | None = None,
 ) -> EvaluationRecord:
     """The record of ``results``, one per prompt.
 
@@ -215,6 +228,7 @@ def build_record(
         draft_s_per_round=draft_s_per_round,
         verify_s_per_round=verify_s_per_round,
         peak_memory_bytes=peak_memory_bytes,
+        output_distribution_p=output_distribution_p,
         output_identical=_identical(conditions, results, baseline),
         simulated_acceptance_length=None if simulated is None else finite_or_none(simulated.acceptance_length),
         simulated_acceptance_length_interval=None if simulated is None else simulated.interval,
@@ -316,6 +330,8 @@ def read_record(path: str | Path) -> EvaluationRecord:
     fields = {name: _frozen(value) for name, value in values.items()}
     if fields.get("confidence") is not None:
         fields["confidence"] = ConfidenceStats(**fields["confidence"])
+    if fields.get("serving") is not None:
+        fields["serving"] = ServingFigures.read(fields["serving"])
     fields["prompts"] = tuple(PromptFigures(**figures) for figures in fields.get("prompts") or ())
     return EvaluationRecord(**fields)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from spectrain.config.evaluation_schema import SuiteConfig
 from spectrain.data.prompts import Conversation, read_prompts
 from spectrain.errors import InputError
+from spectrain.evaluation.code_execution import docstring_tests
 from spectrain.evaluation.hub_prompts import hub_prompts
 
 HELDOUT = "heldout"
@@ -33,12 +34,21 @@ def load_suite(
 
 def right_answers(config: SuiteConfig, roots: Sequence[Path], system: str | None = None) -> dict[str, str]:
     """Digest of a prompt -> the right answer to its last turn: of the Hub's column ``suite.answer``, or of a file's
-    last assistant message. Empty for a suite that is not graded.
+    last assistant message. Empty for a suite that is not graded, and where code must not be run.
+
+    Tests that are not brought along are the examples in the prompt's docstrings.
     """
-    if config.grading == "none" or config.uses_heldout:
+    by_tests = config.grading == "tests"
+    if config.grading == "none" or config.uses_heldout or (by_tests and not config.execute_code):
         return {}
-    chosen = _chosen(config, (), roots, system)
-    return {c.prompt_digest(): c.answers[-1] for c in chosen if c.answers and c.answers[-1]}
+    found = {}
+    for c in _chosen(config, (), roots, system):
+        right = c.answers[-1] if c.answers and c.answers[-1] else None
+        if right is None and by_tests:
+            right = docstring_tests(c.turns[-1])
+        if right is not None:
+            found[c.prompt_digest()] = right
+    return found
 
 
 def source_size(config: SuiteConfig, heldout: Sequence[Conversation], roots: Sequence[Path]) -> int:

@@ -28,9 +28,11 @@ from spectrain.drafters.drafter_folder import load_drafter
 from spectrain.drafters.registry import find_method
 from spectrain.drafters.serving_config import drafter_digest
 from spectrain.errors import InputError, RunError
+from spectrain.evaluation.code_execution import docstring_tests, passes_tests
 from spectrain.evaluation.grading import is_right
 from spectrain.evaluation.lossless import OutputDifference, first_difference
 from spectrain.evaluation.records import Conditions, EvaluationRecord, PromptResult
+from spectrain.evaluation.same_distribution import DistributionTest
 from spectrain.evaluation.suites import lengthened, load_suite, right_answers, source_size
 from spectrain.files import digest_strings
 from spectrain.stages import capture
@@ -40,6 +42,8 @@ from spectrain.target.head import TargetHead
 from spectrain.training.simulated_acceptance import SimulatedAcceptance, simulate_heldout
 
 _WARM_UP_TOKENS = 8
+# What is named among the inputs only where it is set, so that measurements without it remain valid.
+_WHERE_SET = ("execute_code", "lossless_seeds")
 _THINKING = ("enable_thinking", "thinking")  # what templates call it
 
 
@@ -72,6 +76,22 @@ def note_fewer_prompts(context: Context) -> None:
             say(f"note: suite {suite.name} has {size} prompts, {fewer}: all are asked")
 
 
+def note_substitute_tests(context: Context) -> None:
+    """Say so where code is not graded by the tests of its suite, because the prompts bring none."""
+    suite = context.config.suite
+    if suite.grading != "tests" or not suite.execute_code:
+        return
+    asked = load_suite(suite, (), prompt_roots(), context.config.data.system)
+    graded = right_answers(suite, prompt_roots(), context.config.data.system)
+    examples = sum(docstring_tests(c.turns[-1]) == graded.get(c.prompt_digest(), "") for c in asked)
+    lacking = len(asked) - len(graded)
+    if examples or lacking:
+        say(
+            f"note: suite {suite.name}: {examples + lacking} of {len(asked)} prompts bring no tests: {examples} of "
+            f"them are graded by the examples in their docstrings, which are easier, {lacking} not at all"
+        )
+
+
 def max_new_tokens(context: Context) -> int:
     """The most tokens of an answer."""
     return context.config.suite.max_new_tokens or context.config.sampling.max_new_tokens
@@ -91,13 +111,14 @@ class Method:
 @dataclass(frozen=True)
 class Measurement:
     """What an evaluation made: the records of all its methods, and of the drafter's first one the answers.
-    differences: of answers from those without speculation, with the method.
+    differences: of answers from those without speculation; sampled: tests of sampled ones; each with the method.
     """
 
     records: list[EvaluationRecord]
     record: EvaluationRecord
     answers: list[Answer]
     differences: tuple[tuple[str, OutputDifference], ...] = ()
+    sampled: tuple[tuple[str, DistributionTest], ...] = ()
 
 
 def conditions(context: Context, method: Method, size: int, engine_version: str) -> Conditions:
@@ -134,6 +155,7 @@ def measured_inputs(context: Context, with_drafter: bool = True) -> dict[str, An
         **({"drafter": drafter_digest(context.measured_drafter)} if with_drafter else {}),
         "prompts of the suite": digest_strings(prompts),
         "suite.max_new_tokens": max_new_tokens(context),
+        **{f"suite.{name}": value for name in _WHERE_SET if (value := getattr(context.config.suite, name))},
     }
 
 
@@ -248,7 +270,11 @@ def _graded(context: Context, answer: Answer, right: Mapping[str, str]) -> Answe
     given = ""
     if len(answer.turns) == len(answer.conversation.turns):
         given = context.tokenizer.decode(answer.turns[-1][1].ids, skip_special_tokens=True)
-    correct = is_right(given, expected, context.config.suite.grading)
+    grading = context.config.suite.grading
+    if grading == "tests":
+        correct = passes_tests(answer.conversation.turns[-1], given, expected)
+    else:
+        correct = is_right(given, expected, grading)
     return replace(answer, result=replace(answer.result, correct=correct))
 
 

@@ -29,6 +29,7 @@ from spectrain.stages.drafter_checks import (
     check_dimensions,
     check_drafter_folder,
     check_kind,
+    check_lossless,
     check_measured,
 )
 from spectrain.stages.run_dir import RunDir, work_dir
@@ -55,6 +56,8 @@ def check_config(config: SpectrainConfig, command: Command, given: Set[str] = fr
         raise ConfigError("run.dir is empty: name the folder of the run")
     if command.measures and not config.suite.source:
         raise ConfigError("suite.prompts is empty: name a JSON-lines file, as in suite=jsonl suite.prompts=FILE.jsonl")
+    if command.measures and not command.sweeps and config.suite.execute_code and config.suite.grading != "tests":
+        raise ConfigError(f"suite.execute_code=true: suite {config.suite.name} is not graded by tests, leave it out")
     if command.needs_prompts and not config.data.source:
         raise ConfigError("no prompts are chosen: add data=support, or data=jsonl data.train=FILE.jsonl")
     if config.run.tasks > 1 and command.name not in ("generate", "capture", "plan"):
@@ -65,6 +68,7 @@ def check_config(config: SpectrainConfig, command: Command, given: Set[str] = fr
     _check_lengths(config, command)
     if command.measures:
         check_baselines(config, config.suite.baselines)
+    check_lossless(config, command)
     check_trackers(config)
     check_strategy(config, command)
     _check_engine(config, command)
@@ -166,9 +170,9 @@ def _check_against_target(context: Context) -> None:
     check_dimensions(config, spec)
     if context.command.needs_drafter:
         check_measured(context)
-    elif config.drafter.path is not None:
+    elif config.drafter.path is not None and not context.command.keeps_config:
         check_continued(context, drafter_path(config.drafter))
-    continued = None if config.drafter.path is None else drafter_path(config.drafter)
+    continued = None if config.drafter.path is None or context.command.keeps_config else drafter_path(config.drafter)
     read = context.measured_drafter if context.command.needs_drafter else continued
     if read is not None:
         check_drafter_digests(read)

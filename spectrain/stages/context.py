@@ -112,6 +112,11 @@ class Context:
         return own if own.exists() else self.data_dir.drafter
 
     @property
+    def has_drafter(self) -> bool:
+        """Whether there is a drafter to measure: methods that need none are measured without one, too."""
+        return self.command.needs_drafter or (self.measured_drafter / "config.json").is_file()
+
+    @property
     def measured_drafter_name(self) -> str:
         """What a record calls it."""
         named = self.config.drafter.path is not None and self.command.needs_drafter
@@ -300,7 +305,7 @@ class Context:
         self.run_dir.check(identity)
         self.run_dir.set_target(identity)
         # A measurement under other settings must not change what the next `fit` here starts from.
-        if not self.command.needs_drafter or not self.run_dir.config.exists():
+        if not self.command.keeps_config or not self.run_dir.config.exists():
             self._write_config()
         if self.drawn is not None and self.command.needs_prompts:
             self.drawn.store(self.data_dir.path)

@@ -141,6 +141,21 @@ def check_baselines(config: SpectrainConfig, names: Collection[str]) -> None:
         )
 
 
+def check_lossless(config: SpectrainConfig, command: Command) -> None:
+    """ConfigError where the check is asked for and cannot be made."""
+    seeds = config.suite.lossless_seeds
+    if not command.measures or not seeds:
+        return
+    if command.sweeps or command.name != "eval":
+        raise ConfigError(f"suite.lossless_seeds={seeds}: {command.name} does not draw them, use spectrain eval")
+    if config.decoding.temperature == 0:
+        raise ConfigError(
+            f"suite.lossless_seeds={seeds} is of decoding.temperature above 0: at 0 outputs are compared token by token"
+        )
+    if "none" not in config.suite.baselines or config.engine.urls:
+        raise ConfigError(f"suite.lossless_seeds={seeds} compares with no speculation: add none to suite.baselines")
+
+
 def check_attention(drafter: DrafterConfig) -> None:
     import torch
 

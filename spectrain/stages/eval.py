@@ -63,6 +63,7 @@ from spectrain.stages.answer_suite import (
     load_untuned,
     measured_inputs,
     note_fewer_prompts,
+    note_substitute_tests,
     output_differences,
     refuse_wrong_output,
     simulate_same_prompts,
@@ -73,6 +74,7 @@ from spectrain.stages.context import Context
 from spectrain.stages.eval_vllm import engine_version, measure_with_vllm
 from spectrain.stages.run_dir import Decision, Inputs
 from spectrain.stages.run_report import Answer, write_run_report
+from spectrain.stages.sampled_outputs import SampledOutputs, refuse_wrong_distribution
 from spectrain.target.cpu_kernels import speed_up
 from spectrain.training.simulated_acceptance import decoding_sampling
 from spectrain.training.trackers import TRACKERS_FILE, open_trackers
@@ -169,6 +171,7 @@ def evaluate(context: Context) -> float | None:
         stdout.print(evaluation_table(read_records(run_dir.eval)))
         return run_dir.outputs(decision.name).get("acceptance_length")
     note_fewer_prompts(context)
+    note_substitute_tests(context)
     for conversation in suite_prompts(context):  # raises for a prompt without room for an answer
         answer_limit(context, conversation, context.template.first_prompt_ids(conversation))
     _check_records(context, decision.name)
@@ -193,6 +196,7 @@ def evaluate(context: Context) -> float | None:
         say(f"eval: {name}: {difference}")
     say(f"eval: {run_dir.report}")
     refuse_wrong_output(measured.differences)
+    refuse_wrong_distribution(measured.sampled)
     return record.acceptance_length
 
 
@@ -219,13 +223,15 @@ def _measure(context: Context) -> Measurement:
     simulated = simulate_same_prompts(context, conversations, drafter)
     records: list[EvaluationRecord] = []
     differences: list[tuple[str, OutputDifference]] = []
+    sampled = SampledOutputs(context, conversations)
     shown: tuple[EvaluationRecord, list[Answer]] | None = None
     for size in config.batch_sizes:
         baseline: list[PromptResult] | None = None
         plain: list[Answer] = []
         for method in _methods(context, drafter, size):
             name = method.name if method.policy == FIXED else f"{method.name} {method.policy}"
-            answers, timing = answer_all(context, conversations, partial(decode_in_loop, context, method), size, name)
+            decode = partial(decode_in_loop, context, method)
+            answers, timing = answer_all(context, conversations, decode, size, name)
             results = [answer.result for answer in answers]
             all_drafts = method.is_drafter and method.policy == FIXED
             rounds = [round_ for result in results for round_ in result.rounds] if all_drafts else []
@@ -242,6 +248,7 @@ def _measure(context: Context) -> Measurement:
                 confidence=confidence_stats(
                     rounds, config.decoding.num_speculative_tokens, drafter.temperatures, context.eos_ids
                 ),
+                output_distribution_p=sampled.add(name, decode) if size == config.batch_sizes[0] else None,
             )
             record.write(context.run_dir.eval)
             records.append(record)
@@ -253,7 +260,7 @@ def _measure(context: Context) -> Measurement:
                 shown = shown or (record, answers)
     if shown is None:
         raise RunError("nothing was measured")
-    return Measurement(records, *shown, tuple(differences))
+    return Measurement(records, *shown, tuple(differences), tuple(sampled.tests))
 
 
 def _methods(context: Context, drafter: Drafter, size: int) -> list[LoopMethod]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from rich import box
@@ -9,8 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from spectrain.console import say, stdout
+from spectrain.drafters.hub_drafters import is_hub_id
 from spectrain.errors import ConfigError, InputError
 from spectrain.evaluation.compare_records import Comparison, Difference, compare, pairs, records_of
+from spectrain.evaluation.records import EvaluationRecord
 from spectrain.evaluation.report.tables import interval_text, measured_label, number
 
 
@@ -18,10 +21,10 @@ def compare_named(names: Sequence[str], anyway: bool = False) -> list[Comparison
     """Compares the first with each of the others, and prints a table."""
     if len(names) < 2:
         raise ConfigError("eval compare takes two or more runs, folders or records: spectrain eval compare A B")
-    first = records_of(names[0])
+    first = _records(names[0])
     found: list[Comparison] = []
     for other in names[1:]:
-        matched = pairs(first, records_of(other))
+        matched = pairs(first, _records(other))
         if not matched:
             raise InputError(
                 f"{names[0]} and {other} have no record of the same suite, method, number of drafts, temperature, "
@@ -33,6 +36,27 @@ def compare_named(names: Sequence[str], anyway: bool = False) -> list[Comparison
             say(f"note: measured under other conditions: {differing}")
         found += made
     return found
+
+
+def _records(name: str) -> list[EvaluationRecord]:
+    """Of a file, a folder or a run; or what was published with a drafter, ``ORG/NAME``, with ``@REVISION``."""
+    repo, _, revision = name.partition("@")
+    if os.path.exists(os.path.expanduser(name)) or not is_hub_id(repo):
+        return records_of(name)
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = snapshot_download(repo, revision=revision or None, allow_patterns=["eval/*.json"])
+    except Exception as error:  # network, disk and Hub errors of many types
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise InputError(
+            f"{name} is neither a folder nor a record here, and the Hub does not hand it out ({reason})"
+        ) from error
+    if not os.path.isdir(os.path.join(folder, "eval")):
+        raise InputError(
+            f"{name} was published without evaluation records: measure it, spectrain eval drafter.path={name}"
+        )
+    return records_of(folder)
 
 
 def _table(first: str, second: str, comparisons: Sequence[Comparison]) -> Table:

@@ -40,6 +40,7 @@ from spectrain.stages.answer_suite import (
 from spectrain.stages.baselines import baseline_speculation
 from spectrain.stages.context import Context
 from spectrain.stages.run_report import Answer
+from spectrain.stages.sampled_outputs import SampledOutputs
 from spectrain.target.model import choose_device
 from spectrain.training.simulated_acceptance import decoding_sampling
 
@@ -65,6 +66,7 @@ def measure_with_vllm(context: Context) -> Measurement:
     records: list[EvaluationRecord] = []
     shown: tuple[EvaluationRecord, list[Answer]] | None = None
     baselines: dict[int, list[PromptResult]] = {}
+    sampled = SampledOutputs(context, conversations)
     for method in _methods(context):
         client = context.open_vllm(f"eval-{method.name}", method.args)
         try:
@@ -81,7 +83,13 @@ def measure_with_vllm(context: Context) -> Measurement:
                 results = [answer.result for answer in answers]
                 simulated = predicted if method.is_drafter else None
                 record = build_record(
-                    conditions(context, method, size, version), results, baselines.get(size), simulated
+                    conditions(context, method, size, version),
+                    results,
+                    baselines.get(size),
+                    simulated,
+                    output_distribution_p=sampled.add(method.name, decode)
+                    if size == context.config.batch_sizes[0]
+                    else None,
                 )
                 record.write(context.run_dir.eval)
                 records.append(record)
@@ -93,7 +101,7 @@ def measure_with_vllm(context: Context) -> Measurement:
             client.close()
     if shown is None:
         raise RunError("nothing was measured")
-    return Measurement(records, *shown)
+    return Measurement(records, *shown, sampled=tuple(sampled.tests))
 
 
 def _servers(engine: EngineConfig) -> int:

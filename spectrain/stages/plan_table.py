@@ -90,6 +90,8 @@ def _drafter_lines(context: Context) -> list[tuple[str, str]]:
     from spectrain.drafters.registry import find_method
 
     config = context.config
+    if context.command.sweeps and not context.command.needs_drafter:
+        return [("drafter", f"none: the methods are {', '.join(config.sweep.methods)}")]
     folder = None if config.drafter.path is None else str(drafter_path(config.drafter))
     most = find_method(config.drafter.method).max_drafts(config.drafter)
     if context.command.needs_drafter:

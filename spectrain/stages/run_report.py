@@ -7,7 +7,7 @@ import os
 import platform
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
 
@@ -29,7 +29,7 @@ from spectrain.errors import InputError
 from spectrain.evaluation.records import EvaluationRecord, PromptResult, read_records
 from spectrain.evaluation.report.html import ExampleText, Fact, ReportInputs, ServeCommand, write_report
 from spectrain.evaluation.report.next_step import TrainedOn
-from spectrain.files import check_digest, read_json_lines
+from spectrain.files import check_digest, read_json_lines, with_digest, write_atomically
 from spectrain.stages.context import Context, config_yaml
 from spectrain.stages.hardware import cpu_name
 from spectrain.stages.run_dir import versions
@@ -52,8 +52,8 @@ class Answer:
 def write_run_report(context: Context, records: Sequence[EvaluationRecord], answers: Sequence[Answer]) -> None:
     """Write the page of the run directory. ``answers``: of the drafter measured last, for examples."""
     config = context.config
-    folder = context.measured_drafter
-    own = folder == context.run_dir.drafter
+    drafted = context.has_drafter
+    own = drafted and context.measured_drafter == context.run_dir.drafter
     # The headline is the drafter measured last.
     newest = [
         record
@@ -78,18 +78,38 @@ def write_run_report(context: Context, records: Sequence[EvaluationRecord], answ
             created=datetime.now().astimezone().isoformat(sep=" ", timespec="minutes"),
             records=ordered,
             sweep=read_records(context.run_dir.eval / "sweep"),
+            serving=read_records(context.run_dir.eval / "serving"),
             step_costs=_step_costs(context),
             training=read_json_lines(context.run_dir.metrics) if own else (),
-            examples=[_example(context, answer) for answer in answers[:_EXAMPLES]],
-            drafter_facts=_drafter_facts(context),
+            examples=_examples(context, answers),
+            drafter_facts=_drafter_facts(context) if drafted else (),
             data_facts=_data_facts(context),
             trained_on=_trained_on(context) if own else None,
-            serve_commands=_serve_commands(context),
+            serve_commands=_serve_commands(context) if drafted else (),
             config_yaml=config_yaml(config),
             versions=versions(),
             hardware=_hardware(context),
         ),
     )
+
+
+def _examples(context: Context, answers: Sequence[Answer]) -> list[ExampleText]:
+    """Those of ``answers``; where a command has none to show, those that another has shown last."""
+    file = context.run_dir.eval / "examples" / "shown.json"
+    if answers:
+        found = [_example(context, answer) for answer in answers[:_EXAMPLES]]
+        content = with_digest({"examples": json.loads(json.dumps([asdict(example) for example in found]))})
+        write_atomically(file, json.dumps(content, ensure_ascii=False) + "\n")
+        return found
+    try:
+        stored = json.loads(file.read_text(encoding="utf-8"))
+        check_digest(stored, file, "measure again")
+        return [ExampleText(**example) for example in stored["examples"]]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, KeyError, TypeError, InputError):
+        say(f"note: {file} is damaged, and the report has no examples")
+        return []
 
 
 def _example(context: Context, answer: Answer) -> ExampleText:

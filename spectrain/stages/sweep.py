@@ -47,7 +47,7 @@ def sweep(context: Context) -> float | None:
         raise ConfigError(
             "eval sweep starts vLLM itself, once for each method and number of drafts: leave engine.urls empty"
         )
-    drafter = read_method(context.measured_drafter)
+    drafter = read_method(context.measured_drafter) if context.command.needs_drafter else None
     cells = sweep_cells(context, drafter)
     folder = context.run_dir.eval / "sweep"
     folder.mkdir(parents=True, exist_ok=True)
@@ -61,7 +61,7 @@ def sweep(context: Context) -> float | None:
     for record, found, answers in measure(context, todo) if todo else ():
         record.write(folder)
         differences += found
-        shown = answers if record.is_drafter else shown
+        shown = answers if record.is_drafter or (drafter is None and record.method != NONE) else shown
     for name, difference in differences:
         say(f"sweep: {name}: {difference}")
     records = [

@@ -23,6 +23,7 @@ from spectrain.stages.answer_suite import (
     conditions,
     measured_inputs,
     note_fewer_prompts,
+    note_substitute_tests,
     suite_prompts,
 )
 from spectrain.stages.context import Context
@@ -46,11 +47,15 @@ class Cell:
         return 0 if self.method == NONE else self.context.config.decoding.num_speculative_tokens
 
 
-def sweep_cells(context: Context, drafter: str) -> list[Cell]:
-    """In the order in which they are measured. Raises for a method, a suite or a prompt that cannot be measured."""
+def sweep_cells(context: Context, drafter: str | None) -> list[Cell]:
+    """In the order in which they are measured; ``drafter``: its kind, None without one.
+
+    Raises for a method, a suite or a prompt that cannot be measured.
+    """
     config = context.config
-    methods = config.sweep.methods or (NONE, "ngram", "suffix", drafter)
-    known = (*BASELINES, drafter)
+    own = () if drafter is None else (drafter,)
+    methods = config.sweep.methods or (NONE, "ngram", "suffix", *own)
+    known = (*BASELINES, *own)
     for method in methods:
         if method not in known:
             close = suggest(method, known)
@@ -60,7 +65,7 @@ def sweep_cells(context: Context, drafter: str) -> list[Cell]:
             )
     check_baselines(config, methods)
     counts = config.sweep.num_speculative_tokens
-    if drafter in methods:
+    if own and drafter in methods:
         check_drafts(context.measured_drafter, max(counts))
     suites = [_suite(context, name) for name in config.sweep.suites] or [config.suite]
     cells: list[Cell] = []
@@ -68,6 +73,7 @@ def sweep_cells(context: Context, drafter: str) -> list[Cell]:
         for tokens in config.sweep.context_tokens or (suite.context_tokens,):
             asked = context.under(suite=replace(suite, context_tokens=tokens, batches=(), policies=()))
             note_fewer_prompts(asked)
+            note_substitute_tests(asked)
             for conversation in suite_prompts(asked):
                 answer_limit(asked, conversation, asked.template.first_prompt_ids(conversation))
             for temperature in config.sweep.temperatures or (config.decoding.temperature,):
@@ -83,7 +89,7 @@ def sweep_cells(context: Context, drafter: str) -> list[Cell]:
 
 
 def _group(
-    context: Context, methods: Sequence[str], counts: Sequence[int], drafter: str, temperature: float, size: int
+    context: Context, methods: Sequence[str], counts: Sequence[int], drafter: str | None, temperature: float, size: int
 ) -> Iterator[Cell]:
     suite = replace(context.config.suite, concurrency=size)
     for method in methods:
@@ -123,7 +129,12 @@ def _suite(context: Context, entry: str) -> SuiteConfig:
         raise InputError(f"sweep.suites: {name} asks this run's held-out prompts, but there are none: add data=...")
     given = {
         key: getattr(context.config.suite, key)
-        for key in ("max_prompts", "max_new_tokens", "categories")
+        for key in (
+            "max_prompts",
+            "max_new_tokens",
+            "categories",
+            *(("execute_code",) if suite.grading == "tests" else ()),
+        )
         if f"suite.{key}" in context.given
     }
     return replace(suite, **given)
@@ -160,7 +171,9 @@ def measured_cell(folder: Path, cell: Cell, inputs: str) -> EvaluationRecord | N
     return record if record.inputs == inputs else None
 
 
-def step_by_step(context: Context, drafter: str) -> tuple[str, ...]:
+def step_by_step(context: Context, drafter: str | None) -> tuple[str, ...]:
     """Methods whose shorter rounds are beginnings of their longer ones."""
+    if drafter is None:
+        return ("ngram", "draft_model")
     drafts = read_serving_config(str(context.measured_drafter)).drafts_step_by_step
     return ("ngram", "draft_model", *((drafter,) if drafts else ()))

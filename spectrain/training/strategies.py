@@ -17,6 +17,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -46,7 +47,9 @@ class Strategy(ABC):
         self.accelerator = accelerator
         self.optimizers: list[Optimizer] = build_optimizers(drafter, config)
         self.norm: Tensor | float = float("nan")
-        layers = sharded_layers(drafter)
+        layers: list[Any] = [
+            module for module in drafter.modules() if isinstance(getattr(module, "recompute", None), bool)
+        ]
         for layer in layers:
             layer.recompute = config.gradient_checkpointing
         if config.gradient_checkpointing and not layers:

@@ -111,6 +111,25 @@ def test_unrolled_training_is_drafting_on_packed_documents(gemma: Gemma4) -> Non
                 steps.token_B = torch.tensor([text[t + 2 + k]])
 
 
+def test_layers_run_again_in_the_backward_pass_and_gradients_are_the_same(gemma: Gemma4) -> None:
+    drafter, text = gemma.assistant(), random_ids(18, 4)
+    batch = pack_batch([gemma.states(text[:4], text[4:])])
+    columns = Columns.build(batch, STEPS)
+    runs: list[None] = []
+    drafter.body.model.layers[0].register_forward_hook(lambda *_: runs.append(None))
+    found = []
+    for recompute in (False, True):
+        drafter.body.recompute = recompute
+        drafter.zero_grad()
+        runs.clear()
+        drafter.unroll(batch, columns).square().sum().backward()
+        found.append({name: p.grad.clone() for name, p in drafter.named_parameters() if p.grad is not None})
+        assert len(runs) == STEPS * (1 + recompute)
+    assert found[0].keys() == found[1].keys() and len(found[0]) > 10
+    for name, gradient in found[0].items():
+        assert torch.equal(found[1][name], gradient)
+
+
 @pytest.mark.parametrize("centroids", [0, 16], ids=["tied head", "centroids"])
 def test_a_folder_gives_the_same_drafter(gemma: Gemma4, centroids: int, tmp_path: Path) -> None:
     drafter = gemma.assistant(centroids)

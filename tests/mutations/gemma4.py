@@ -80,4 +80,11 @@ MUTATIONS = (
         "probs_BV.unflatten",
         (LOOP,),
     ),
+    Mutation(
+        "gradient checkpointing of a Gemma-4 assistant keeps everything",
+        ASSISTANT,
+        "checkpoint(layers, x_BMh, use_reentrant=False) if again else layers(x_BMh)",
+        "layers(x_BMh)",
+        (STEPS + "::test_layers_run_again_in_the_backward_pass_and_gradients_are_the_same",),
+    ),
 )

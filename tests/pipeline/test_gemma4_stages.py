@@ -98,6 +98,7 @@ def test_plan_says_what_keys_and_values_take(tmp_path: Path, capsys: pytest.Capt
         (["drafter.taps=[1,2]"], "drafter.taps: a gemma4_mtp drafter has none of its own"),
         (["drafter.draft_vocab_size=100"], "drafter.draft_vocab_size: a gemma4_mtp drafter has none"),
         (["drafter.head_dim=32"], "drafter.head_dim: a gemma4_mtp drafter has none"),
+        (["drafter.attention=eager"], "drafter.attention=eager: a gemma4_mtp drafter attends"),
         (["drafter.eagle3.fc_norm=true"], "drafter.method=gemma4_mtp does not read drafter.eagle3"),
         (["drafter.gemma4_mtp.centroid_top_k=4"], "drafter.gemma4_mtp.centroid_top_k has no effect"),
         (

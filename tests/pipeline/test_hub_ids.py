@@ -152,3 +152,20 @@ def test_a_target_by_its_id_and_revision(hub: LocalHub, tmp_path: Path, argument
         "id": TARGET,
         "revision": commit(hub, "r1", TARGET),
     }
+
+
+def test_records_published_with_a_drafter_are_compared(hub, finished: Path, capsys: pytest.CaptureFixture[str]):
+    records = {f"eval/{path.name}": path.read_bytes() for path in (finished / "eval").glob("*.json")}
+    assert len(records) > 2
+    hub.add("org/measured", records, branch="v1")
+    hub.add("org/measured", {"README.md": b"nothing else"})
+    assert cli.main(["eval", "compare", str(finished), "org/measured@v1"]) == 0
+    shown = capsys.readouterr().out
+    assert "B org/measured@v1" in shown and "3 of 3" in shown and "+0.000" in shown
+    for name, reason in (
+        ("org/measured", "was published without evaluation records"),
+        ("org/absent", "the Hub does not hand it out"),
+        ("no/such/folder", "neither a record"),
+    ):
+        assert cli.main(["eval", "compare", str(finished), name]) == 2
+        assert reason in capsys.readouterr().err

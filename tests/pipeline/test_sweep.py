@@ -158,3 +158,58 @@ def test_records_side_by_side(swept, tmp_path, capsys):
     for wrong, named in (([one], "two or more"), ([one, str(tmp_path)], "holds no evaluation records")):
         assert cli.main(["eval", "compare", *wrong]) == 2
         assert named in capsys.readouterr().err
+
+
+def test_a_sweep_of_methods_that_need_no_drafter_needs_none(arguments, tmp_path, capsys):
+    run_dir = tmp_path / "new"
+    command = [
+        *("eval", "sweep", *arguments, f"run.dir={run_dir}", "sweep.num_speculative_tokens=[2]"),
+        *("sweep.methods=[ngram,suffix,none]", "suite.max_prompts=2", "suite.max_new_tokens=8"),
+    ]
+    assert cli.main([*command, "--dry-run"]) == 0
+    assert "ngram, suffix, none" in capsys.readouterr().out and not run_dir.exists()
+    assert cli.main(command) == 0
+    found = {record.method: record for record in map(read_record, cells(run_dir).values())}
+    assert found.keys() == {"ngram", "suffix", "none"}
+    assert found["suffix"].output_identical is True and found["suffix"].speedup is not None
+    page = (run_dir / "report.html").read_text()
+    assert "without a drafter" in page and "not measured yet" not in page and "<h2>Examples" in page
+    config = (run_dir / "config.yaml").read_bytes()
+    assert cli.main([*command, "sweep.methods=[ngram,none]"]) == 0
+    assert "2 cells, 2 of them measured already" in capsys.readouterr().err
+    assert (run_dir / "config.yaml").read_bytes() == config
+    assert cli.main([*command, "sweep.methods=[eagle3,none]"]) == 2
+    assert "holds no drafter" in capsys.readouterr().err
+
+
+def test_answers_in_code_are_graded_where_it_may_be_run(run_dir, tmp_path, capsys):
+    """The target's answers are noise: what counts is who is graded, by what, and that nothing else is run."""
+    tests = {"role": "assistant", "content": "assert True"}
+    lines = [
+        {
+            "messages": [
+                {"role": "user", "content": "Write anything."},
+                {"role": "assistant", "content": "assert False"},
+            ]
+        },
+        {"messages": [{"role": "user", "content": "Write what is no program."}, tests]},
+        {"turns": ["Write more."]},
+    ]
+    prompts = tmp_path / "code.jsonl"
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    command = [
+        *("eval", f"run.dir={run_dir}", "suite=humaneval", f"suite.path={prompts}", "suite.baselines=[none]"),
+        *("suite.max_prompts=3", "suite.max_new_tokens=6"),
+    ]
+    assert cli.main(command) == 0
+    assert all(record.accuracy is None for record in read_records(run_dir / "eval") if record.suite == "humaneval")
+    capsys.readouterr()
+    assert cli.main([*command, "suite.execute_code=true"]) == 0
+    shown = capsys.readouterr()
+    assert "1 of 3 prompts bring no tests: 0 of them" in shown.err and "right" in shown.out
+    for record in read_records(run_dir / "eval"):
+        if record.suite == "humaneval":
+            assert record.prompts[0].correct is False and record.prompts[2].correct is None
+            assert record.accuracy is not None
+    assert cli.main(["eval", f"run.dir={run_dir}", "suite.execute_code=true"]) == 2
+    assert "suite.execute_code=true: suite heldout is not graded by tests" in capsys.readouterr().err

@@ -126,6 +126,31 @@ def test_records_of_vllm_are_those_of_our_loop(arguments: list[str]) -> None:
     assert "vllm" in run.report.read_text()
 
 
+@pytest.mark.slow
+def test_what_clients_of_the_served_drafter_see(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Two real servers, as `spectrain serve` starts them, and vLLM's own client."""
+    run = run_dir(arguments)
+    asked = ["serving.concurrency=[2]", "serving.requests=4", "serving.repeats=1", "serving.warmups=1", *VLLM]
+    asked += ["suite.max_prompts=2", "suite.max_new_tokens=12", "decoding.num_speculative_tokens=2"]
+    assert main(["eval", "serving", f"run.dir={run.path}", *asked, "serving.limit_latency_s=1000"]) == 0
+    records = {record.method: record for record in read_records(run.eval / "serving")}
+    plain, mine = records["none"], records["eagle3"]
+    assert mine.rounds > 0 and mine.drafted_tokens == 2 * mine.rounds and plain.rounds == 0
+    # Each answer is a first token of the prompt's own pass, and what its rounds committed; the limit cuts the last.
+    assert mine.rounds + mine.accepted_tokens + 4 >= mine.output_tokens > 4
+    assert [p.output_tokens for p in plain.prompts] == [p.output_tokens for p in mine.prompts]
+    assert [p.output_digest for p in plain.prompts] == [p.output_digest for p in mine.prompts]
+    for record in (plain, mine):
+        figures = record.serving
+        assert figures is not None and figures.requests == 4
+        assert 0 < figures.ttft_s.p50 <= figures.latency_s.p50 and figures.itl_s is not None
+        assert figures.goodput_requests_per_s == pytest.approx(figures.requests_per_s)
+    assert mine.speedup is not None and mine.engine == "vllm_server" and mine.concurrency == 2
+    capsys.readouterr()
+    assert main(["eval", "serving", f"run.dir={run.path}", *asked]) == 0
+    assert "2 measurements, 2 of them made already" in capsys.readouterr().err
+
+
 def test_a_quantised_target_is_another_one(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """What was made with the target as it is must not pass for what the quantised one would answer."""
     assert main(["capture", "--dry-run", *arguments, *VLLM]) == 0

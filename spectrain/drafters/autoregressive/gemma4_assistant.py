@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from spectrain.config.drafter_schema import DrafterConfig
 from spectrain.console import quiet_transformers
@@ -238,7 +239,12 @@ class CentroidHead(nn.Module):
 class Gemma4MTPBody(nn.Module):
     """``model`` (transformers' text model without keys and values), the two projections, and ``masked_embedding`` where
     there are centroids. The output matrix is ``model.embed_tokens``, which embeds nothing.
+
+    ``recompute``: the backward pass runs a step's layers again instead of keeping what is inside
+    (``trainer.gradient_checkpointing``).
     """
+
+    recompute = False
 
     def __init__(self, shape: Gemma4MTPShape) -> None:
         from transformers import AutoModel
@@ -278,13 +284,19 @@ class Gemma4MTPBody(nn.Module):
         """
         x_BMh = self.pre_projection(torch.cat([embedding_BMH.to(feature_BMH.dtype), feature_BMH], dim=-1))
         kv = {kind: (keys.to(x_BMh.dtype), values.to(x_BMh.dtype)) for kind, (keys, values) in target_kv.items()}
-        normed_BMh = self.model(
-            inputs_embeds=x_BMh,
-            attention_mask={kind: visible.get(kind) for kind in KINDS},
-            position_ids=position_BM,
-            shared_kv_states=kv,
-            use_cache=False,
-        ).last_hidden_state
+        masks = {kind: visible.get(kind) for kind in KINDS}
+
+        def layers(inputs_BMh: Tensor) -> Tensor:
+            return self.model(
+                inputs_embeds=inputs_BMh,
+                attention_mask=masks,
+                position_ids=position_BM,
+                shared_kv_states=kv,
+                use_cache=False,
+            ).last_hidden_state
+
+        again = self.recompute and torch.is_grad_enabled()
+        normed_BMh = checkpoint(layers, x_BMh, use_reentrant=False) if again else layers(x_BMh)
         return normed_BMh, self.post_projection(normed_BMh)
 
     def logits(self, hidden_BH: Tensor) -> Tensor:

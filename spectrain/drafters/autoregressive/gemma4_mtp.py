@@ -252,6 +252,11 @@ class Gemma4MTPMethod(AutoregressiveMethod):
         for name in ("taps", "draft_vocab_size", "layer_type", "num_key_value_heads", "head_dim"):
             if getattr(config, name) is not None:
                 raise ConfigError(f"drafter.{name}: a gemma4_mtp drafter has none of its own, set drafter.{name}=null")
+        if config.attention not in ("auto", "sdpa"):
+            raise ConfigError(
+                f"drafter.attention={config.attention}: a gemma4_mtp drafter attends as transformers does with sdpa, "
+                "use auto"
+            )
 
     def shape(self, config: DrafterConfig, spec: TargetSpec) -> Gemma4MTPShape:
         if spec.model_type != "gemma4_text":

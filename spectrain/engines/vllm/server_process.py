@@ -8,6 +8,7 @@ us and the server, so that all its processes end with ours, however ours ends.
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -58,6 +59,7 @@ class ServerProcess:
         self._environment = {**os.environ, **environment}
         self._guard: subprocess.Popen[bytes] | None = None
         self._socket = Path()
+        self._url = "http://localhost"
         self._log_start = 0  # bytes of the log that an earlier start wrote
         self._lock = threading.Lock()
         self._is_over = False
@@ -80,16 +82,23 @@ class ServerProcess:
     def _start(self) -> None:
         with open_log(self.log) as log:
             folder = _private_folder()
-            self._socket = folder / "vllm.sock"
             self._log_start = log.tell()
             self._guard = subprocess.Popen(
-                guarded([*self._command, "--uds", str(self._socket)], _GRACE_S, scratch=folder),
+                guarded([*self._command, *self._address(folder)], _GRACE_S, scratch=folder),
                 stdin=subprocess.PIPE,  # its end is the guard's sign that we are gone
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=self._environment,
                 start_new_session=True,  # Ctrl-C is for us; we stop the server in order
             )
+
+    def _address(self, folder: Path) -> list[str]:
+        """Where it is told to listen; ``folder``: its own, private, removed when it has ended."""
+        self._socket = folder / "vllm.sock"
+        return ["--uds", str(self._socket)]
+
+    def _transport(self) -> httpx2.HTTPTransport:
+        return httpx2.HTTPTransport(uds=str(self._socket))
 
     @property
     def exit_code(self) -> int | None:
@@ -105,7 +114,7 @@ class ServerProcess:
         """Wait until it serves, until ``end_s`` of the monotonic clock. Raises RunError, with the log's last errors, if
         it does not.
         """
-        with httpx2.Client(transport=httpx2.HTTPTransport(uds=str(self._socket)), timeout=5.0) as client:
+        with httpx2.Client(transport=self._transport(), base_url=self._url, timeout=5.0) as client:
             while not self._is_ready(client):
                 if self._is_over:
                     raise RunError(f"{self.name} is being stopped")
@@ -120,10 +129,8 @@ class ServerProcess:
                 time.sleep(_POLL_S)
 
     def _is_ready(self, client: httpx2.Client) -> bool:
-        if not self._socket.exists():
-            return False
         try:
-            return client.get("http://localhost/health").status_code == 200
+            return client.get("/health").status_code == 200
         except httpx2.TransportError:
             return False
 
@@ -170,6 +177,27 @@ class ServerProcess:
         except subprocess.TimeoutExpired:
             guard.kill()  # processes that no signal ends, say in a driver: nothing more can be done
             guard.wait()
+
+
+class PortServer(ServerProcess):
+    """A server at a port of this machine, for clients that know no sockets in folders. Another program may take the
+    port before vLLM does: vLLM says so, and ends.
+    """
+
+    @property
+    def url(self) -> str:
+        """Where it listens; another one after every start."""
+        return self._url
+
+    def _address(self, folder: Path) -> list[str]:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self._url = f"http://127.0.0.1:{port}"
+        return ["--host", "127.0.0.1", "--port", str(port)]
+
+    def _transport(self) -> httpx2.HTTPTransport:
+        return httpx2.HTTPTransport()
 
 
 def _private_folder() -> Path:

@@ -1,12 +1,15 @@
 """The report: one self-contained HTML page about a run, for a person.
 
-It loads nothing, runs no script, follows the reader's light or dark setting, and prints. Every part is optional: a run
+It loads nothing, follows the reader's light or dark setting, and prints; its one script steps through examples, which
+are there without it, too. Every part is optional: a run
 that was only trained has no methods to compare, and an imported drafter has no curves. All text is escaped by the
 template; figures are SVG of ``plots.py``. The page's content policy forbids anything from outside, so that stays true.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +23,7 @@ from markupsafe import Markup
 from spectrain.evaluation.records import EvaluationRecord, Interval
 from spectrain.evaluation.report import plots
 from spectrain.evaluation.report.next_step import TrainedOn, next_step
+from spectrain.evaluation.report.serving_report import limits_text, serving_drawings, serving_rows
 from spectrain.evaluation.report.sweep_report import sweep_drawings
 from spectrain.evaluation.report.tables import (
     MISSING,
@@ -29,14 +33,16 @@ from spectrain.evaluation.report.tables import (
     distinct_names,
     interval_text,
     number,
+    percent,
     policy_rows,
+    same_output,
     share_text,
     shared_conditions,
 )
 from spectrain.files import write_atomically
 
 Fact = tuple[str, str]
-TEMPLATE = "report.html.jinja"
+TEMPLATE, SCRIPT = "report.html.jinja", "examples.js"
 
 
 @dataclass(frozen=True)
@@ -64,7 +70,8 @@ class ReportInputs:
     """Everything the report shows; what is left empty is left out.
 
     title: the run's name. target: as the reader knows it. created: a date, as text. records: evaluation records, the
-    first one of a drafter makes the headline. sweep: the cells of a sweep. step_costs: (what was measured,
+    first one of a drafter makes the headline. sweep: the cells of a sweep. serving: what servers' clients
+    saw. step_costs: (what was measured,
     (tokens in the target's pass, steps a
     second)). training: the trainer's metrics lines, ``{"step", "loss", …}`` and ``{"step",
     "simulated_acceptance_length", "simulated_interval", "simulated_acceptance_length_by_n", …}``. Facts are pairs of
@@ -77,6 +84,7 @@ class ReportInputs:
     created: str = ""
     records: Sequence[EvaluationRecord] = ()
     sweep: Sequence[EvaluationRecord] = ()
+    serving: Sequence[EvaluationRecord] = ()
     step_costs: Sequence[tuple[str, Sequence[tuple[int, float]]]] = ()
     training: Sequence[Mapping[str, Any]] = ()
     examples: Sequence[ExampleText] = ()
@@ -97,7 +105,12 @@ def write_report(path: str | Path, inputs: ReportInputs) -> None:
 def render_report(inputs: ReportInputs) -> str:
     """The page as text."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    template = resources.files(__package__).joinpath(TEMPLATE).read_text(encoding="utf-8")
+    template, script = (
+        resources.files(__package__).joinpath(name).read_text(encoding="utf-8") for name in (TEMPLATE, SCRIPT)
+    )
+    examples = [_Example(example) for example in inputs.examples]
+    if all(len(example.passes) < 2 for example in examples):
+        script = ""
     main = next((record for record in inputs.records if record.is_drafter), None)
     return environment.from_string(template).render(
         inputs=inputs,
@@ -105,6 +118,7 @@ def render_report(inputs: ReportInputs) -> str:
         next_step=None if main is None else next_step(main, inputs.trained_on),
         conditions=shared_conditions(inputs.records),
         methods=list(_method_rows(inputs.records, main)),
+        graded=any(record.accuracy is not None for record in inputs.records),
         method_figures=list(_method_figures(inputs.records, main)),
         position_figures=list(_position_figures(inputs.records, main)),
         policies=list(policy_rows(inputs.records)),
@@ -112,7 +126,12 @@ def render_report(inputs: ReportInputs) -> str:
         confidence_figures=list(_confidence_figures(inputs, main)),
         training_figures=list(_training_figures(inputs.training)),
         sweep_figures=[_Figure(d.title, d.page(), d.note) for d in sweep_drawings(inputs.sweep)],
-        examples=[_Example(example) for example in inputs.examples],
+        served=list(serving_rows(inputs.serving)),
+        served_limits=limits_text(inputs.serving),
+        served_figures=[_Figure(d.title, d.page(), d.note) for d in serving_drawings(inputs.serving)],
+        examples=examples,
+        script=Markup(script),
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() if script else "",
     )
 
 
@@ -181,8 +200,9 @@ def _method_rows(records: Sequence[EvaluationRecord], main: EvaluationRecord | N
             "tokens_per_s": number(record.output_tokens_per_s, digits=1),
             "speedup": number(record.speedup, "×"),
             "speedup_interval": interval_text(record.speedup_interval),
-            "identical": {None: MISSING, True: "yes", False: "no"}[record.output_identical],
+            "identical": same_output(record),
             "differs": record.output_identical is False,
+            "right": percent(record.accuracy),
         }
 
 
@@ -287,13 +307,23 @@ def _finite(value: object) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
+def _passes(pieces: Sequence[tuple[str, bool]]) -> list[list[tuple[str, bool]]]:
+    """What each pass of the target committed: accepted drafts, and its own token behind them."""
+    passes: list[list[tuple[str, bool]]] = [[]]
+    for piece in pieces:
+        passes[-1].append(piece)
+        if not piece[1]:
+            passes.append([])
+    return [part for part in passes if part]
+
+
 class _Example:
     """An example for the template: runs of pieces and what they add up to."""
 
     def __init__(self, example: ExampleText) -> None:
         self.title = example.title
         self.prompt = example.prompt
-        self.pieces = example.pieces
+        self.passes = _passes(example.pieces)
         accepted = sum(is_draft for _, is_draft in example.pieces)
         facts = [f"{accepted} of {len(example.pieces)} tokens are accepted drafts"]
         if example.acceptance_length is not None:

@@ -92,6 +92,20 @@ def share_text(share: float | None) -> str:
     return MISSING if share is None else f"{share:.3f}".removeprefix("0")
 
 
+def percent(share: float | None) -> str:
+    """``48 %``; a dash for what was not measured."""
+    return MISSING if share is None else f"{100 * share:.0f} %"
+
+
+def same_output(record: EvaluationRecord) -> str:
+    """Whether speculation left the output as it was: ``yes``, ``no``; of sampled outputs the p-value of the same
+    distribution, ``p .430``.
+    """
+    if record.output_distribution_p is not None:
+        return f"p {share_text(record.output_distribution_p)}"
+    return {None: MISSING, True: "yes", False: "no"}[record.output_identical]
+
+
 def decoded_by(record: EvaluationRecord) -> str:
     """Who decoded: our own loop, or vLLM."""
     return "the loop" if record.engine == "hf" else "vLLM"
@@ -127,9 +141,13 @@ def evaluation_table(records: Sequence[EvaluationRecord]) -> RenderableType:
     table.add_column("tokens/s", justify="right")
     table.add_column("speed-up", justify="right")
     table.add_column("same output", justify="center")
+    graded = any(record.accuracy is not None for record in records)
+    if graded:
+        table.add_column("right", justify="right")
     names = distinct_names(records)
     for name, record in zip(names, records, strict=True):
-        table.add_row(*_cells(name, record), style="bold" if record.is_drafter else "")
+        right = (Text(percent(record.accuracy)),) if graded else ()
+        table.add_row(*_cells(name, record), *right, style="bold" if record.is_drafter else "")
     return Group(
         Text(shared_conditions(records), style="bold"),
         table,
@@ -146,9 +164,9 @@ def evaluation_table(records: Sequence[EvaluationRecord]) -> RenderableType:
 
 
 def _cells(name: str, record: EvaluationRecord) -> tuple[Text, ...]:
-    same = {None: Text(MISSING), True: Text("yes", style="green"), False: Text("NO", style="bold red")}[
-        record.output_identical
-    ]
+    same = Text(same_output(record))
+    if record.output_identical is False:
+        same = Text("NO", style="bold red")
     return (
         Text(name),
         _with_interval(record.acceptance_length, record.acceptance_length_interval),
