@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 
@@ -143,7 +144,7 @@ class Trainer:
         self.writer = CheckpointWriter(paths.checkpoints, options.keep_checkpoints)
 
     def _sampler(self, start: Position) -> StepSampler:
-        lengths = [int(self.source.lengths[d]) for d in self.train]
+        lengths = np.asarray(self.source.lengths)[self.train]
         rank, count = self.accelerator.process_index, self.accelerator.num_processes
         return StepSampler(lengths, self.config.trainer, rank, count, start)
 
@@ -384,7 +385,7 @@ class Trainer:
 
     def _step_metrics(self, step: int, made: Step) -> dict[str, Any]:
         return {
-            "epoch": self.sampler[step].epoch + 1,
+            "epoch": self.sampler.epoch_of(step) + 1,
             "loss": self.last_loss,
             **made.sums.metrics(),
             "lr": self.strategy.optimizers[-1].param_groups[0]["lr"],

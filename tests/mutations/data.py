@@ -21,15 +21,15 @@ MUTATIONS = (
     Mutation(
         "a row that a document fits exactly is passed over",
         DATA + "packing.py",
-        "fit = bisect.bisect_left(room, (need, -1))",
-        "fit = bisect.bisect_left(room, (need + 1, -1))",
+        "enough = rooms >> need\n        if enough:\n            room = need +",
+        "enough = rooms >> (need + 1)\n        if enough:\n            room = need + 1 +",
         (PACKING,),
     ),
     Mutation(
         "a row is one token too long",
         DATA + "packing.py",
-        "fit = bisect.bisect_left(room, (need, -1))",
-        "fit = bisect.bisect_left(room, (need - 1, -1))",
+        "room, row, rows = packed_length, rows, rows + 1",
+        "room, row, rows = packed_length + 1, rows, rows + 1",
         (PACKING,),
     ),
     Mutation(

@@ -126,8 +126,8 @@ MUTATIONS = (
     Mutation(
         "the tail of an epoch dropped",
         TRAINING + "sampler.py",
-        "self.steps_per_epoch.append(-(-len(self._micro[-1]) // per_step))",
-        "self.steps_per_epoch.append(max(1, len(self._micro[-1]) // per_step))",
+        "self.steps_per_epoch.append(-(-self._micro[-1] // per_step))",
+        "self.steps_per_epoch.append(max(1, self._micro[-1] // per_step))",
         ("tests/unit/test_sampler.py",),
     ),
     Mutation(
@@ -140,15 +140,15 @@ MUTATIONS = (
     Mutation(
         "a training that goes on repeats what it consumed of the epoch",
         TRAINING + "sampler.py",
-        "consumed + (self._start.consumed if index == 0 else 0)",
-        "consumed",
+        "return Position(done, self._start.epoch + index, consumed + self._consumed(index))",
+        "return Position(done, self._start.epoch + index, consumed)",
         ("tests/unit/test_sampler.py",),
     ),
     Mutation(
         "a position counts the steps of one number of ranks",
         TRAINING + "sampler.py",
-        "self._micro.append(micro[start.consumed if epoch == start.epoch else 0 :])",
-        "self._micro.append(micro[start.step % max(1, len(micro)) if epoch == start.epoch else 0 :])",
+        "range(first + consumed, last + consumed)",
+        "range(first + self._start.step, last + self._start.step)",
         ("tests/unit/test_sampler.py",),
     ),
     Mutation(
