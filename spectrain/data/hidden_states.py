@@ -22,21 +22,22 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import itertools
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from spectrain.copies import read_either, write_twice
 from spectrain.data.state_types import STATE_DTYPES, dequantize
+from spectrain.data.stored_documents import DocumentTable, ShardListing, StoredDocument
 from spectrain.errors import InputError
 from spectrain.files import check_digest, with_digest
 
@@ -88,8 +89,11 @@ class HiddenStateSource(Protocol):
     document's key.
     """
 
-    keys: list[str]  # of the responses that the documents are
-    splits: list[str]  # train or heldout
+    @property
+    def keys(self) -> Sequence[str]: ...  # of the responses that the documents are
+    @property
+    def splits(self) -> Sequence[str]: ...  # train or heldout
+
     lengths: npt.NDArray[np.int64]  # tokens of each document
     loss_counts: npt.NDArray[np.int64]  # of these, tokens that the target generated
 
@@ -220,21 +224,8 @@ def bytes_per_token(meta: StoreMeta) -> int:
     return sum(dtype.itemsize * int(np.prod(shape)) for dtype, shape in token_layout(meta).values())
 
 
-class StoredDocument(NamedTuple):
-    """Where a document lies. Sorts by key."""
-
-    key: str
-    split: str
-    shard: int
-    start: int
-    length: int
-    loss_count: int
-
-
 class ShardFile:
-    """One memory-mapped shard. Its map is opened by the first reading, and stays behind when the store is sent to
-    another process.
-    """
+    """One shard. Its memory map is opened by the first reading, and is not sent along to another process."""
 
     def __init__(self, path: Path, record: ShardRecord, meta: StoreMeta) -> None:
         self.path = path
@@ -252,7 +243,7 @@ class ShardFile:
     def unlisted(cls, path: Path, meta: StoreMeta) -> ShardFile:
         """A shard that no index names yet. Raises ``InputError`` if it cannot be read."""
         shard = cls(path, ShardRecord(path.name, 0, 0, path.stat().st_size, ""), meta)
-        with shard._open() as file:
+        with shard.open() as file:
             offsets = file.get_tensor("offsets").tolist()
         shard.record = dataclasses.replace(shard.record, documents=len(offsets) - 1, tokens=offsets[-1])
         return shard
@@ -261,15 +252,13 @@ class ShardFile:
         return self.__dict__ | {"_tensors": None}
 
     def metadata(self) -> dict[str, str]:
-        with self._open() as file:
+        with self.open() as file:
             return dict(file.metadata() or {})
 
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors of the shard as views of the map. Raises ``InputError`` if they are not what the index
-        says.
-        """
+        """All tensors of the shard as views of the map. Raises ``InputError`` where the index says otherwise."""
         if self._tensors is None:
-            with self._open() as file:
+            with self.open() as file:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
             for name, (dtype, shape) in token_layout(self._meta).items():
                 found = tensors.get(name)
@@ -310,26 +299,30 @@ class ShardFile:
         values = self.tensors()[name][index]
         return dequantize(values, self.tensors()[f"{name}_scale"][index]) if values.dtype == torch.int8 else values
 
-    def documents(self, number: int) -> list[StoredDocument]:
-        """The documents of this shard, which is the ``number``-th. Raises ``InputError`` if the shard does not list
-        them.
-        """
-        with self._open() as file:
+    def listing(self) -> ShardListing:
+        """The documents of this shard. Raises ``InputError`` if the shard does not list them."""
+        with self.open() as file:
             try:
-                metadata = file.metadata()
-                keys, splits = json.loads(metadata["keys"]), json.loads(metadata["splits"])
-                offsets, loss_counts = file.get_tensor("offsets").tolist(), file.get_tensor("loss_counts").tolist()
-                places = zip(keys, splits, itertools.pairwise(offsets), loss_counts, strict=True)
-                listed = [StoredDocument(key, split, number, a, b - a, count) for key, split, (a, b), count in places]
-            except (SafetensorError, KeyError, TypeError, ValueError) as error:
+                listed = ShardListing.read(file)
+            except (SafetensorError, pa.ArrowException, KeyError, TypeError, ValueError) as error:
                 raise InputError(f"{self.path} does not list its documents ({error}): {_SHARD_ADVICE}") from error
-        if len(listed) != self.record.documents or sum(d.length for d in listed) != self.record.tokens:
+        if len(listed.keys) != self.record.documents or listed.offsets[-1] != self.record.tokens:
             raise InputError(f"{self.path} does not hold the documents that the index names: {_SHARD_ADVICE}")
         return listed
 
-    def _open(self) -> Any:
+    def token_columns(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
+        """(ids, loss mask) of all tokens, read without the hidden states and without keeping the map."""
+        with self.open("numpy") as file:
+            return file.get_tensor("input_ids"), file.get_tensor("loss_mask").astype(bool)
+
+    def documents(self, number: int) -> list[StoredDocument]:
+        """The documents of this shard, which is the ``number``-th, one by one. Errors as ``listing``."""
+        return self.listing().documents(number)
+
+    def open(self, framework: str = "pt") -> Any:
+        """The file, as a context manager. Raises ``InputError`` if it cannot be read."""
         try:
-            return safe_open(self.path, framework="pt")
+            return safe_open(self.path, framework=framework)
         except (SafetensorError, OSError) as error:
             raise InputError(f"{self.path} cannot be read ({error}): {_SHARD_ADVICE}") from error
 
@@ -359,41 +352,49 @@ class StoredHiddenStates:
         self.meta = index.meta
         self.total_bytes = sum(record.bytes for record in index.shards)
         self.shards = [ShardFile(self.folder / record.file, record, index.meta) for record in index.shards]
-        documents = sorted(
-            itertools.chain.from_iterable(shard.documents(number) for number, shard in enumerate(self.shards))
-        )
-        self.keys = [d.key for d in documents]
-        self.splits = [d.split for d in documents]
-        self.lengths = np.array([d.length for d in documents], dtype=np.int64)
-        self.loss_counts = np.array([d.loss_count for d in documents], dtype=np.int64)
-        self._places = np.array([(d.shard, d.start) for d in documents], dtype=np.int64).reshape(-1, 2)
+        self.documents = DocumentTable(shard.listing() for shard in self.shards)
+        self.keys, self.splits = self.documents.keys, self.documents.splits
+        self.lengths, self.loss_counts = self.documents.lengths, self.documents.loss_counts
 
     def check(self, expected: Mapping[str, object]) -> None:
         """Compare fields of ``StoreMeta`` with what a run needs; ``InputError`` names the first that differs."""
         self.meta.check(expected, self.folder)
 
     def verify_checksums(self, on_bytes: Callable[[int], None] | None = None) -> None:
-        """Read all shards and compare their SHA-256. ``on_bytes`` gets the number of bytes read since its last call, of
-        ``total_bytes``.
-        """
+        """Read all shards and compare their SHA-256. ``on_bytes`` hears of bytes as they are read."""
         for shard in self.shards:
             shard.verify(on_bytes)
 
-    def shards_of(self, documents: Iterable[int]) -> list[ShardFile]:
+    def shards_of(self, documents: Sequence[int]) -> list[ShardFile]:
         """The shards that these documents lie in, by number."""
-        return [self.shards[number] for number in sorted({int(self._places[index][0]) for index in documents})]
+        return [self.shards[number] for number in np.unique(self.documents.shards[list(documents)]).tolist()]
 
     def indices(self, split: str) -> list[int]:
         """Numbers of the documents of one split."""
         return [number for number, name in enumerate(self.splits) if name == split]
 
+    def tokens(self, index: int) -> tuple[Tensor, Tensor]:
+        """Ids and loss mask of a document, without its hidden states."""
+        shard, start, length = self._place(index)
+        tensors, rows = self.shards[shard].tensors(), slice(start, start + length)
+        return tensors["input_ids"][rows], tensors["loss_mask"][rows]
+
+    def last_hidden(self, index: int, positions: Tensor) -> Tensor:
+        """Last hidden states of some positions of a document, [P, H]."""
+        shard, start, _ = self._place(index)
+        return self.shards[shard].last_hidden(positions + start)
+
     def __len__(self) -> int:
         return len(self.keys)
 
     def __getitem__(self, index: int) -> TargetStates:
-        if not 0 <= index < len(self):
-            raise IndexError(f"document {index} of {len(self)}")
-        shard, start = self._places[index].tolist()
-        length, count = int(self.lengths[index]), int(self.loss_counts[index])
+        shard, start, length = self._place(index)
+        count = int(self.loss_counts[index])
         document = StoredDocument(self.keys[index], self.splits[index], shard, start, length, count)
         return self.shards[shard].states(document)
+
+    def _place(self, index: int) -> tuple[int, int, int]:
+        """(shard, first token there, tokens) of a document."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"document {index} of {len(self)}")
+        return int(self.documents.shards[index]), int(self.documents.starts[index]), int(self.lengths[index])

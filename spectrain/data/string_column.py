@@ -1,5 +1,5 @@
-"""Many strings in one block of memory, such as the keys of a million documents: 4 bytes each beside their letters, where
-Python's own would take over a hundred with the set or dict that finds them.
+"""Many strings in one block of memory, such as the keys of a million documents: 4 bytes each beside their letters,
+where Python's own would take over a hundred with the set or dict that finds them.
 """
 
 from __future__ import annotations

@@ -61,8 +61,21 @@ def build_vocab(
     target_size: int,
     expected_V: np.ndarray | None = None,
 ) -> DraftVocab:
-    """The ``size`` tokens most likely to be generated, judged by ``(input_ids, loss_mask)`` documents; ties go to the
-    lower id.
+    """``vocab_of_counts`` of the tokens of ``(input_ids, loss_mask)`` documents."""
+    generated_V = np.zeros(target_size, dtype=np.int64)
+    prompted_V = np.zeros(target_size, dtype=np.int64)
+    for input_ids, loss_mask in documents:
+        chosen = loss_mask.astype(bool)
+        generated_V += np.bincount(input_ids[chosen], minlength=target_size)
+        prompted_V += np.bincount(input_ids[~chosen], minlength=target_size)
+    return vocab_of_counts(generated_V, prompted_V, size, expected_V)
+
+
+def vocab_of_counts(
+    generated_V: np.ndarray, prompted_V: np.ndarray, size: int | None, expected_V: np.ndarray | None = None
+) -> DraftVocab:
+    """The ``size`` tokens most likely to be generated, judged by how often each token was generated, and occurs in
+    prompts; ties go to the lower id.
 
     A few hundred documents hold only some thousand distinct tokens, and the rest of the vocabulary should not be filled
     at random: a token scores its generated count, plus what the target expected to generate at the same positions
@@ -70,6 +83,7 @@ def build_vocab(
 
     Raises ConfigError where ``size`` exceeds the target's vocabulary.
     """
+    target_size = len(generated_V)
     if size is None or size == target_size:
         return full_vocab(target_size)
     if size > target_size:
@@ -77,13 +91,12 @@ def build_vocab(
             f"drafter.draft_vocab_size={size} is larger than the target's vocabulary of {target_size}: choose at most "
             f"that"
         )
-    generated_V = np.zeros(target_size, dtype=np.int64)
-    prompted_V = np.zeros(target_size, dtype=np.int64)
-    for input_ids, loss_mask in documents:
-        chosen = loss_mask.astype(bool)
-        generated_V += np.bincount(input_ids[chosen], minlength=target_size)
-        prompted_V += np.bincount(input_ids[~chosen], minlength=target_size)
     score_V = generated_V + _PROMPT_WEIGHT * prompted_V + (0.0 if expected_V is None else expected_V)
     kept = np.sort(np.lexsort((np.arange(target_size), -score_V))[:size])
+    return DraftVocab(torch.from_numpy(kept), target_size, covered(generated_V, kept))
+
+
+def covered(generated_V: np.ndarray, kept: np.ndarray) -> float:
+    """Share of generated tokens that are among the kept ids; 1 where none was generated."""
     total = generated_V.sum()
-    return DraftVocab(torch.from_numpy(kept), target_size, float(generated_V[kept].sum() / total) if total else 1.0)
+    return float(generated_V[kept].sum() / total) if total else 1.0

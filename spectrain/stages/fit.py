@@ -15,9 +15,10 @@ import torch
 
 from spectrain.config.overrides import flatten
 from spectrain.console import ProgressBar, say
-from spectrain.data.hidden_states import HiddenStateSource, TargetStates
+from spectrain.data.corpus_counts import CorpusCounts, count_tokens, sample_positions
+from spectrain.data.hidden_states import HiddenStateSource, StoredHiddenStates
 from spectrain.data.packing import PackedBatch, pack_batch, pack_rows, truncated_tokens
-from spectrain.data.vocab import DraftVocab, build_vocab
+from spectrain.data.vocab import DraftVocab, covered, vocab_of_counts
 from spectrain.drafters.drafter import Drafter
 from spectrain.drafters.drafter_digests import CONFIG, note_changes, weight_files
 from spectrain.drafters.drafter_folder import read_shape, weights_digest
@@ -34,6 +35,7 @@ from spectrain.target.head import TargetHead
 INIT_PACKED_LENGTH = 4096
 # Positions whose whole distribution is computed to choose the draft vocabulary.
 VOCAB_SAMPLE = 4096
+_SAMPLE_BATCH = 256  # of these, positions whose logits are in memory together
 
 # Settings that change what is logged or kept, not what is trained.
 _NO_INPUTS = {
@@ -138,14 +140,15 @@ def _train(context: Context, store: HiddenStateSource, train: list[int], heldout
     from spectrain.training.trainer import FitPaths, Trainer
 
     config, run_dir, ranks = context.config, context.run_dir, context.ranks
-    train = ranks.from_first(lambda: _teaching(store, train, config.trainer.packed_length))
     head = TargetHead.from_checkpoint(context.target.folder)
+    counts = ranks.from_first(lambda: count_tokens(store, train, head.vocab_size, config.trainer.packed_length))
+    train, counts = counts.of_teaching(train)
     if config.drafter.path is not None:
         drafter = continue_drafter(config.drafter, head, context.spec.default_taps(), config.target.max_length)
         vocab = drafter.vocab
     else:
-        vocab = ranks.from_first(lambda: _draft_vocab(context, store, train, head))
-        corpus = Corpus(partial(_token_counts, store, train, head.vocab_size), head)
+        vocab = ranks.from_first(lambda: _draft_vocab(context, store, train, counts, head))
+        corpus = Corpus(lambda: counts.used_V, head)
         method = find_method(config.drafter.method)
         settings = ranks.from_first(lambda: method.resolve(config.drafter, corpus, say))
         drafter = build_drafter(settings, context.spec, vocab, head, context.target.folder, config.trainer.seed)
@@ -158,7 +161,7 @@ def _train(context: Context, store: HiddenStateSource, train: list[int], heldout
         f"fit: {len(train)} documents, draft vocabulary of {len(vocab.ids_D):,} covers {coverage:.2%} of the held-out "
         f"generated tokens"
     )
-    lost = truncated_tokens(store.lengths[train].tolist(), config.trainer.packed_length)
+    lost = truncated_tokens(store.lengths[train], config.trainer.packed_length)
     if lost:
         say(
             f"fit: note: {lost:,} tokens lie beyond the first trainer.packed_length of their document and are not "
@@ -201,8 +204,7 @@ def _init_closed_form(drafter: Drafter, store: HiddenStateSource, train: list[in
     """Solve for the drafter's initial weights on training documents. Cheap beside training."""
 
     def batches() -> Iterator[PackedBatch]:
-        lengths = [int(store.lengths[number]) for number in train]
-        for row in pack_rows(lengths, INIT_PACKED_LENGTH, seed=0, epoch=0):
+        for row in pack_rows(store.lengths[train], INIT_PACKED_LENGTH, seed=0, epoch=0):
             yield pack_batch([store[train[index]] for index in row])
 
     what = "closed form: regression of the drafter's matrices on the training text"
@@ -213,61 +215,34 @@ def _init_closed_form(drafter: Drafter, store: HiddenStateSource, train: list[in
     say(f"fit: closed-form initialisation {note}")
 
 
-def _token_counts(store: HiddenStateSource, train: list[int], vocab_size: int) -> np.ndarray:
-    """How often each token of the vocabulary occurs in the training documents, [V]."""
-    used_V = np.zeros(vocab_size, dtype=np.int64)
-    for input_ids, _ in _tokens(store, train):
-        used_V += np.bincount(input_ids, minlength=vocab_size)
-    return used_V
-
-
-def _draft_vocab(context: Context, store: HiddenStateSource, train: list[int], head: TargetHead) -> DraftVocab:
+def _draft_vocab(
+    context: Context, store: HiddenStateSource, train: list[int], counts: CorpusCounts, head: TargetHead
+) -> DraftVocab:
     size = context.config.drafter.draft_vocab_size
-    expected_V = None if size in (None, head.vocab_size) else _expected_tokens(store, train, head)
-    return build_vocab(_tokens(store, train), size, context.spec.vocab_size, expected_V)
-
-
-def _teaching(store: HiddenStateSource, numbers: list[int], packed_length: int) -> list[int]:
-    """Documents that a drafter learns something from."""
-    return [n for n in numbers if store.loss_counts[n] > 1 and _teaches(store[n], packed_length)]
-
-
-def _teaches(document: TargetStates, packed_length: int) -> bool:
-    """Whether two generated tokens are neighbours in the part that is trained on; else no drafter learns anything from
-    it.
-    """
-    mask_S = document.loss_mask[:packed_length].bool()
-    return bool((mask_S[:-1] & mask_S[1:]).any())
-
-
-def _tokens(store: HiddenStateSource, numbers: list[int]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    for number in numbers:
-        states = store[number]
-        yield states.input_ids.numpy(), states.loss_mask.numpy()
+    expected_V = None if size in (None, head.vocab_size) else _expected_tokens(store, train, counts, head)
+    return vocab_of_counts(counts.generated_V, counts.shown_V, size, expected_V)
 
 
 @torch.no_grad()
-def _expected_tokens(store: HiddenStateSource, numbers: list[int], head: TargetHead) -> np.ndarray:
+def _expected_tokens(
+    store: HiddenStateSource, numbers: list[int], counts: CorpusCounts, head: TargetHead
+) -> np.ndarray:
     """How often the target expected each token at the positions where it generated one, float64 [V]: its distribution
     summed over a sample of them.
     """
-    generated = int(store.loss_counts[numbers].sum())
-    every = -(-generated // VOCAB_SAMPLE)
+    hidden = [
+        store.last_hidden(number, positions)
+        if isinstance(store, StoredHiddenStates)
+        else store[number].last_hidden[positions]
+        for number, positions in sample_positions(store, numbers, counts.predicting_D, VOCAB_SAMPLE)
+    ]
     expected_V, seen = torch.zeros(head.vocab_size, dtype=torch.float64), 0
-    for number in numbers:
-        states = store[number]
-        positions = torch.nonzero(states.loss_mask[1:])[::every, 0]
-        expected_V += torch.softmax(head.hidden_to_logits(states.last_hidden[positions]), dim=-1).sum(0)
-        seen += len(positions)
-    return (expected_V * (generated / max(seen, 1))).numpy()
+    for hidden_PH in torch.cat(hidden).split(_SAMPLE_BATCH) if hidden else ():
+        expected_V += torch.softmax(head.hidden_to_logits(hidden_PH), dim=-1).sum(0)
+        seen += len(hidden_PH)
+    return (expected_V * (counts.generated_V.sum() / max(seen, 1))).numpy()
 
 
 def _coverage(store: HiddenStateSource, numbers: list[int], vocab: DraftVocab) -> float:
     """Share of held-out generated tokens that the drafter can draft at all."""
-    kept = np.zeros(vocab.target_size, dtype=bool)
-    kept[vocab.ids_D.numpy()] = True
-    hits = total = 0
-    for input_ids, loss_mask in _tokens(store, numbers):
-        generated = input_ids[loss_mask.astype(bool)]
-        hits, total = hits + int(kept[generated].sum()), total + len(generated)
-    return hits / total if total else 1.0
+    return covered(count_tokens(store, numbers, vocab.target_size).generated_V, vocab.ids_D.numpy())

@@ -99,7 +99,7 @@ def write_outputs(folder: Path, states: bool) -> None:
         _write_states(context.run_dir.hidden_states, keys, context.store_meta())
 
 
-def _ids(count: int, seed: int) -> np.ndarray:
+def _ids(count: int, seed: int) -> object:
     import numpy as np
 
     return np.random.default_rng(seed).integers(10, 300, (count, TOKENS), dtype=np.int32)
@@ -151,7 +151,7 @@ def _write_states(folder: Path, keys: Sequence[str], meta: object) -> None:
     StoreIndex(meta, tuple(records)).write(folder)
 
 
-def _write_shard(path: Path, keys: Sequence[str], ids: Sequence[np.ndarray], meta: object) -> None:
+def _write_shard(path: Path, keys: Sequence[str], ids: Sequence, meta: object) -> None:
     """A safetensors file by hand: what is not token columns stays a hole."""
     import numpy as np
 
@@ -260,7 +260,8 @@ def measure_all(documents: int, stages: Sequence[str], root: Path | None, profil
 def table(starts: Sequence[Start]) -> str:
     """In Markdown. What a document costs is the difference to the smallest number of documents."""
     lines = [
-        "| | documents | seconds | of the processor | peak, MB | own, MB | processor µs a document | peak bytes a document |",
+        "| | documents | seconds | of the processor | peak, MB | own, MB | processor µs a document "
+        "| peak bytes a document |",
         "|---|" + "---|" * 7,
     ]
     for one in sorted(starts, key=lambda one: (STAGES.index(one.stage), one.documents)):
@@ -275,8 +276,8 @@ def table(starts: Sequence[Start]) -> str:
             )
         )
         lines.append(
-            f"| {one.stage} | {one.documents:,} | {one.seconds:.1f} | {one.cpu_seconds:.1f} | {one.peak_bytes / 1e6:,.0f} | "
-            f"{one.own_bytes / 1e6:,.0f} | {each[0]} | {each[1]} |"
+            f"| {one.stage} | {one.documents:,} | {one.seconds:.1f} | {one.cpu_seconds:.1f} "
+            f"| {one.peak_bytes / 1e6:,.0f} | {one.own_bytes / 1e6:,.0f} | {each[0]} | {each[1]} |"
         )
     return "\n".join(lines)
 

@@ -105,8 +105,8 @@ MUTATIONS = (
     Mutation(
         "coverage counts what the target only expected",
         DATA + "vocab.py",
-        "float(generated_V[kept].sum() / total)",
-        "float(score_V[kept].sum() / score_V.sum())",
+        "covered(generated_V, kept)",
+        "covered(score_V, kept)",
         (VOCAB,),
     ),
     Mutation(
@@ -146,9 +146,9 @@ MUTATIONS = (
     ),
     Mutation(
         "documents come in the order in which they were captured",
-        DATA + "hidden_states.py",
-        "documents = sorted(\n",
-        "documents = list(\n",
+        DATA + "stored_documents.py",
+        "order = keys.order()",
+        "order = np.arange(len(keys))",
         (STORE,),
     ),
     Mutation(

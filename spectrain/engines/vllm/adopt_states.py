@@ -28,11 +28,12 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from spectrain.data.hidden_states import ShardFile, StoredDocument, StoreMeta, TargetStates, token_layout
+from spectrain.data.hidden_states import ShardFile, StoreMeta, TargetStates, token_layout
 from spectrain.data.hidden_states_shard import write_shard
 from spectrain.data.hidden_states_writer import HiddenStatesWriter, is_finite
 from spectrain.data.loss_mask import predicts_generated
 from spectrain.data.responses import Response
+from spectrain.data.stored_documents import StoredDocument
 from spectrain.errors import InputError, NotFiniteError, RunError
 from spectrain.files import sync, write_atomically, writing
 from spectrain.target.head import TargetHead

@@ -1,0 +1,76 @@
+"""Which documents a store of hidden states has, and where each lies: a table in arrays, some hundred bytes a document,
+most of them its key.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from spectrain.data.string_column import Strings
+
+
+class StoredDocument(NamedTuple):
+    """Where a document lies."""
+
+    key: str
+    split: str
+    shard: int
+    start: int
+    length: int
+    loss_count: int
+
+
+class ShardListing(NamedTuple):
+    """The D documents of one shard, as the file lists them."""
+
+    keys: Strings
+    splits: Strings  # train or heldout
+    offsets: npt.NDArray[np.int64]  # [D + 1]: tokens of the shard before each document, and of all
+    loss_counts: npt.NDArray[np.int64]  # [D]
+
+    @classmethod
+    def read(cls, file: Any) -> ShardListing:
+        """Of an open safetensors file. Raises KeyError, TypeError, ValueError or SafetensorError where it has none."""
+        metadata = file.metadata() or {}
+        listed = cls(
+            Strings(pa.array(json.loads(metadata["keys"]), pa.string())),
+            Strings(pa.array(json.loads(metadata["splits"]), pa.string())),
+            np.array(file.get_tensor("offsets"), dtype=np.int64),
+            np.array(file.get_tensor("loss_counts"), dtype=np.int64),
+        )
+        if not len(listed.keys) == len(listed.splits) == len(listed.loss_counts) == len(listed.offsets) - 1:
+            raise ValueError("its lists differ in length")
+        return listed
+
+    def documents(self, number: int) -> list[StoredDocument]:
+        """One by one; ``number``: of the shard."""
+        starts, counts = self.offsets.tolist(), self.loss_counts.tolist()
+        places = zip(self.keys, self.splits, pairwise(starts), counts, strict=True)
+        return [StoredDocument(key, split, number, start, end - start, n) for key, split, (start, end), n in places]
+
+
+class DocumentTable:
+    """All documents of a store, in the order of their keys."""
+
+    def __init__(self, shards: Iterable[ShardListing]) -> None:
+        listed = list(shards)
+        keys, order = Strings.joined(shard.keys.array for shard in listed), np.empty(0, dtype=np.int64)
+        if len(keys):
+            order = keys.order()
+        self.keys = keys.take(order)
+        self.splits = Strings.joined(shard.splits.array for shard in listed).take(order)
+        self.lengths = _joined([np.diff(shard.offsets) for shard in listed])[order]
+        self.loss_counts = _joined([shard.loss_counts for shard in listed])[order]
+        self.shards = np.repeat(np.arange(len(listed)), [len(shard.keys) for shard in listed])[order]
+        self.starts = _joined([shard.offsets[:-1] for shard in listed])[order]
+
+
+def _joined(parts: list[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
+    return np.concatenate([np.empty(0, dtype=np.int64), *parts])
