@@ -319,7 +319,7 @@ def file_digest(path: Path) -> str:
     return _known_digest(path.absolute(), state) if state.settled else _read_digest(path)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=1 << 16)
 def _known_digest(path: Path, _: FileState) -> str:
     return _read_digest(path)
 

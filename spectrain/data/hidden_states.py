@@ -37,7 +37,7 @@ from torch import Tensor
 
 from spectrain.copies import read_either, write_twice
 from spectrain.data.state_types import STATE_DTYPES, dequantize
-from spectrain.data.stored_documents import DocumentTable, ShardListing, StoredDocument
+from spectrain.data.stored_documents import ShardListing, StoredDocument, table_of
 from spectrain.errors import InputError
 from spectrain.files import check_digest, with_digest
 
@@ -352,7 +352,7 @@ class StoredHiddenStates:
         self.meta = index.meta
         self.total_bytes = sum(record.bytes for record in index.shards)
         self.shards = [ShardFile(self.folder / record.file, record, index.meta) for record in index.shards]
-        self.documents = DocumentTable(shard.listing() for shard in self.shards)
+        self.documents = table_of(self.shards)
         self.keys, self.splits = self.documents.keys, self.documents.splits
         self.lengths, self.loss_counts = self.documents.lengths, self.documents.loss_counts
 

@@ -212,8 +212,8 @@ class PromptSplit:
     samples, which are imported.
     """
 
-    train: list[Conversation]
-    heldout: list[Conversation]
+    train: Sequence[Conversation]
+    heldout: Sequence[Conversation]
     samples: int = 0  # conversations whose prompt was there before, with other answers
     repeated: int = 0  # conversations left out because they were there before, answers and all
     too_long: int = 0  # conversations left out because they leave no room for an answer

@@ -5,15 +5,13 @@ turn where that is not the conversation's first. The store holds a set of keys, 
 responses are finished, how often a generation was killed, or whether one comes twice. A part file appears under its
 name only when it is whole and on disk: a kill loses at most the responses that were not appended yet.
 
-A part's name holds the digest of its bytes, which is compared before anything in it is believed: a changed bit could
-be another token, or another mask. Cost: one reading of each part in a process, about a second a GB.
+How parts are read, whole or in columns: ``response_parts.py``.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
@@ -28,6 +26,8 @@ import pyarrow.parquet as pq
 from spectrain.config.data_schema import SamplingConfig
 from spectrain.console import say
 from spectrain.data.prompts import Conversation, digest_json
+from spectrain.data.response_parts import PART_NAME, SCHEMA, DamagedPartError, count_responses, keys_of, read_part
+from spectrain.data.string_column import Strings
 from spectrain.errors import InputError
 from spectrain.files import check_guarded, file_digest, remove_partials, replacing
 
@@ -150,38 +150,6 @@ def _turn_number(key: str) -> int:
     return int(key.partition("-")[2])
 
 
-SCHEMA_VERSION = "1"
-_SCHEMA = pa.schema(
-    [
-        ("key", pa.string()),
-        ("split", pa.string()),
-        ("finish_reason", pa.string()),
-        ("domain", pa.string()),
-        ("input_ids", pa.list_(pa.int32())),
-        ("loss_mask", pa.list_(pa.uint8())),
-        # the conversation; tools as JSON text because their shape is free
-        ("id", pa.string()),
-        ("turns", pa.list_(pa.string())),
-        ("system", pa.string()),
-        ("tools", pa.string()),
-        ("conversation_domain", pa.string()),
-        ("answers", pa.list_(pa.string())),
-        # the sampling
-        ("temperature", pa.float64()),
-        ("top_p", pa.float64()),
-        ("top_k", pa.int32()),
-        ("max_new_tokens", pa.int32()),
-        ("seed", pa.int64()),
-    ],
-    metadata={"spectrain_schema_version": SCHEMA_VERSION},
-)
-_PART_NAME = re.compile(r"part-(\d{5,})(?:-([0-9a-f]{16}))?\.parquet")  # earlier versions wrote no digest
-
-
-class DamagedPartError(InputError):
-    """A part is not what was written."""
-
-
 class ResponseStore:
     """A folder of Parquet parts ``part-00000-DIGEST.parquet`` …, one for each ``append``. One writer at a time; any
     number of readers.
@@ -206,7 +174,7 @@ class ResponseStore:
         # The first of several responses with one key is kept, and the given order is too.
         rows = [_to_row(response) for response in responses if fresh.get(response.key) is response]
         buffer = pa.BufferOutputStream()
-        pq.write_table(pa.Table.from_pylist(rows, schema=_SCHEMA), buffer, compression="zstd")
+        pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), buffer, compression="zstd")
         content = buffer.getvalue()
         digest = hashlib.sha256(content).hexdigest()[:16]
         path = self.folder / f"part-{self._next_number():05d}-{digest}.parquet"
@@ -217,27 +185,27 @@ class ResponseStore:
     def set_aside_damaged(self) -> list[Path]:
         """Rename the parts that are damaged, so that their responses count as missing. Returns their new names."""
         renamed = []
-        for path in self._parts():
+        for path in self.parts():
             try:
-                _read(path, ["key"])
+                keys_of(path)
             except DamagedPartError:
                 renamed.append(path.rename(path.with_name(f"{path.name}.damaged")))
         return renamed
 
-    def whole_keys(self) -> set[str]:
-        """As ``keys``, of the parts that are not damaged."""
-        found = set[str]()
-        for path in self._parts():
+    def whole_keys(self) -> Strings:
+        """As ``key_column``, of the parts that are not damaged."""
+        found = []
+        for path in self.parts():
             with suppress(DamagedPartError):
-                found.update(_read(path, ["key"])["key"].to_pylist())
-        return found
+                found.append(keys_of(path))
+        return Strings.joined(found)
 
     def take_over(self, other: ResponseStore) -> None:
         """Move what another store holds into this one, a part at a time, but for responses that are here. After a kill
         each is in one of the two, or in both.
         """
-        for path in other._parts():
-            keys, known = _read(path, ["key"])["key"].to_pylist(), self.keys()
+        for path in other.parts():
+            keys, known = keys_of(path).to_pylist(), self.keys()
             fresh = [key for key in keys if key not in known]
             if len(fresh) == len(keys):
                 check_guarded(self.folder)
@@ -249,12 +217,20 @@ class ResponseStore:
 
     def keys(self) -> set[str]:
         """Keys of all stored responses. Raises InputError for a part that is damaged."""
-        for path in self._parts():
+        for path in self.parts():
             if path not in self._parts_read:
-                for key in _read(path, ["key"])["key"].to_pylist():
+                for key in keys_of(path).to_pylist():
                     self._part_of_key.setdefault(key, path)
                 self._parts_read.add(path)
         return set(self._part_of_key)
+
+    def key_column(self) -> Strings:
+        """As ``keys``, in one block of memory; a key that is stored twice comes twice."""
+        return Strings.joined(keys_of(path) for path in self.parts())
+
+    def counts(self, keys: Strings) -> dict[str, int]:
+        """``generated_tokens``, ``tokens`` and ``cut_off`` answers of these responses."""
+        return count_responses(self.parts(), keys)
 
     def documents(self, splits: Mapping[str, str]) -> dict[str, str]:
         """``splits`` (key of a conversation -> split) with the further documents of each conversation after it."""
@@ -281,54 +257,20 @@ class ResponseStore:
         rows: dict[str, dict[str, Any]] = {}
         asked = set(wanted)
         for path in sorted({self._part_of_key[key] for key in wanted}):
-            for row in _rows(_read(path)):
+            for row in _rows(read_part(path)):
                 if row["key"] in asked and self._part_of_key[row["key"]] == path:
                     rows.setdefault(row["key"], row)
         return [_from_row(rows[key], (splits or {}).get(key)) for key in wanted]
 
-    def _parts(self) -> list[Path]:
+    def parts(self) -> list[Path]:
+        """The files, in the order in which they were written."""
         if not self.folder.is_dir():
             return []
-        return sorted(path for path in self.folder.iterdir() if _PART_NAME.fullmatch(path.name))
+        return sorted(path for path in self.folder.iterdir() if PART_NAME.fullmatch(path.name))
 
     def _next_number(self) -> int:
-        numbers = [int(match[1]) for path in self._parts() if (match := _PART_NAME.fullmatch(path.name))]
+        numbers = [int(match[1]) for path in self.parts() if (match := PART_NAME.fullmatch(path.name))]
         return max(numbers, default=-1) + 1
-
-
-_REMOVE_IT = "remove it and run generate again, which answers its prompts anew"
-
-
-def _read(path: Path, columns: list[str] | None = None) -> pa.Table:
-    _verify(path)
-    try:
-        # Not read_table: it takes a folder name such as "lr=0.1" for a partition and adds a column.
-        with pq.ParquetFile(path) as file:
-            version = (file.schema_arrow.metadata or {}).get(b"spectrain_schema_version", b"none").decode()
-            if version != SCHEMA_VERSION:
-                raise InputError(
-                    f"{path} has schema version {version}, this program reads {SCHEMA_VERSION}: use another run "
-                    f"directory"
-                )
-            return file.read(columns=columns)
-    except (pa.ArrowException, OSError) as error:
-        raise DamagedPartError(
-            f"{path} cannot be read as responses ({str(error).splitlines()[0]}): {_REMOVE_IT}"
-        ) from error
-
-
-def _verify(path: Path) -> None:
-    match = _PART_NAME.fullmatch(path.name)
-    if match is None or match[2] is None:
-        return
-    try:
-        found = file_digest(path)
-    except OSError as error:
-        raise InputError(f"{path} cannot be read ({error.strerror}): {_REMOVE_IT}") from error
-    if not found.startswith(match[2]):
-        raise DamagedPartError(
-            f"{path} has changed since it was written, its digest is not that of its name: {_REMOVE_IT}"
-        )
 
 
 def _to_row(response: Response) -> dict[str, Any]:

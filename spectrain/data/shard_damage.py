@@ -15,6 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from spectrain.data.hidden_states import INDEX_NAME, ShardFile, StoreIndex
+from spectrain.data.stored_documents import table_of
+from spectrain.data.string_column import Strings
 from spectrain.errors import InputError, RunError
 from spectrain.files import FileState, write_atomically
 
@@ -42,6 +44,17 @@ def stored_keys(folder: Path) -> set[str]:
     InputError if its index is damaged.
     """
     return set(readable_shards(folder)[1]) if (folder / INDEX_NAME).is_file() else set()
+
+
+def stored_key_column(folder: Path) -> Strings:
+    """As ``stored_keys``, in one block of memory."""
+    if not (folder / INDEX_NAME).is_file():
+        return Strings()
+    index = StoreIndex.load(folder)
+    try:
+        return table_of([ShardFile(folder / record.file, record, index.meta) for record in index.shards]).keys
+    except InputError:  # of a shard that cannot be read
+        return Strings(readable_shards(folder)[1])
 
 
 def unverified(folder: Path, shards: Sequence[ShardFile]) -> list[ShardFile]:

@@ -5,15 +5,17 @@ most of them its key.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from spectrain.data.string_column import Strings
+from spectrain.files import FileState
 
 
 class StoredDocument(NamedTuple):
@@ -70,6 +72,30 @@ class DocumentTable:
         self.loss_counts = _joined([shard.loss_counts for shard in listed])[order]
         self.shards = np.repeat(np.arange(len(listed)), [len(shard.keys) for shard in listed])[order]
         self.starts = _joined([shard.offsets[:-1] for shard in listed])[order]
+
+
+class _Shard(Protocol):
+    @property
+    def path(self) -> Path: ...
+
+    def listing(self) -> ShardListing: ...
+
+
+_newest: dict[tuple[tuple[Path, FileState], ...], DocumentTable] = {}
+
+
+def table_of(shards: Sequence[_Shard]) -> DocumentTable:
+    """The documents of all shards. Opening each costs a fraction of a millisecond, so the newest table is kept: a
+    command that asks again, with no shard changed since, gets the same one. Errors as ``ShardFile.listing``.
+    """
+    states = tuple((shard.path, FileState.of(shard.path)) for shard in shards)
+    table = _newest.get(states)
+    if table is None:
+        table = DocumentTable(shard.listing() for shard in shards)
+        _newest.clear()
+        if all(state.settled for _, state in states):
+            _newest[states] = table
+    return table
 
 
 def _joined(parts: list[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:

@@ -90,6 +90,41 @@ class Dialogue:
 Kind = TypeVar("Kind", bound=Dialogue)
 
 
+class _Rooms:
+    """Which conversations leave no room for an answer, and how many imported ones are cut."""
+
+    def __init__(self, max_length: int) -> None:
+        self._max_length = max_length
+        self._first: tuple[Conversation, int] | None = None
+        self._too_long = self._cut = 0
+
+    def add(self, conversation: Conversation, length: int, has_answer: bool) -> None:
+        """``length``: in tokens, without an answer unless it is imported; ``has_answer``: within the limit."""
+        imported = conversation.answers is not None
+        self._cut += imported and length > self._max_length
+        if not (has_answer if imported else length < self._max_length):
+            self._first = self._first or (conversation, length)
+            self._too_long += 1
+
+    def require(self) -> None:
+        if self._first is not None:
+            conversation, length = self._first
+            raise InputError(
+                f"{conversation.where}: prompt {conversation.id} is too long, with its answer it takes more than "
+                f"target.max_length={self._max_length} tokens ({length} without); {self._too_long} such prompts: raise "
+                f"target.max_length or "
+                f"remove them"
+            )
+
+    def report(self) -> None:
+        self.require()
+        if self._cut:
+            say(
+                f"note: {self._cut} imported conversations are longer than target.max_length={self._max_length} tokens "
+                f"and are cut there"
+            )
+
+
 class Turns(Generic[Kind]):
     """The course of conversations under one ``Sampling``. kind: the class of its dialogues; max_length: of a document,
     in tokens.
@@ -105,43 +140,38 @@ class Turns(Generic[Kind]):
         self._max_length = max_length
         self._rejected = False  # whether an answer was, by the template
 
-    def prepare(
-        self, conversations: Sequence[tuple[Conversation, str]], keys: Sequence[str], quiet: bool = False
-    ) -> list[Kind]:
-        """Tokenise all conversations, so that every one that cannot be answered is found before the first token is
-        generated.
-
-        Those with answers are rendered whole and have the finish reason "imported". Raises ``InputError`` naming the
-        first prompt that leaves no room for an answer within ``max_length``. ``quiet``: only the errors count.
+    def prepare(self, conversations: Sequence[tuple[Conversation, str]], keys: Sequence[str]) -> list[Kind]:
+        """Tokenise conversations. Those with answers are rendered whole and have the finish reason "imported". Errors
+        and note as ``check``.
         """
-        dialogues, too_long, cut = [], [], 0
+        dialogues, rooms = [], _Rooms(self._max_length)
         for (conversation, split), key in zip(conversations, keys, strict=True):
-            if conversation.answers is not None:
-                dialogue, ids = self._imported(conversation, split, key)
-                cut += len(ids) > self._max_length
-                has_room = any(dialogue.mask)
-            else:
-                ids = self._template.first_prompt_ids(conversation)
-                dialogue = self._kind(conversation, split, key, ids, [0] * len(ids))
-                has_room = len(ids) < self._max_length
+            dialogue, length = self._opened(conversation, split, key)
+            rooms.add(conversation, length, conversation.answers is None or any(dialogue.mask))
             dialogues.append(dialogue)
-            self._template.require_embedded(conversation, dialogue.ids)
-            if not has_room:
-                too_long.append((conversation, len(ids)))
-        if too_long:
-            conversation, length = too_long[0]
-            raise InputError(
-                f"{conversation.where}: prompt {conversation.id} is too long, with its answer it takes more than "
-                f"target.max_length={self._max_length} tokens ({length} without); {len(too_long)} such prompts: raise "
-                f"target.max_length or "
-                f"remove them"
-            )
-        if cut and not quiet:
-            say(
-                f"note: {cut} imported conversations are longer than target.max_length={self._max_length} tokens and "
-                f"are cut there"
-            )
+        rooms.report()
         return dialogues
+
+    def check(self, conversations: Iterable[Conversation]) -> None:
+        """Tokenise all conversations and keep none, so that every one that cannot be answered is found before the first
+        token is generated. Raises ``InputError`` naming the first prompt that leaves no room for an answer within
+        ``max_length``, or has a token that the target does not embed.
+        """
+        rooms = _Rooms(self._max_length)
+        for conversation in conversations:
+            dialogue, length = self._opened(conversation, "train", "")
+            rooms.add(conversation, length, conversation.answers is None or any(dialogue.mask))
+        rooms.require()
+
+    def _opened(self, conversation: Conversation, split: str, key: str) -> tuple[Kind, int]:
+        """The dialogue of a conversation, and the tokens of its longest document, uncut."""
+        if conversation.answers is not None:
+            dialogue, ids = self._imported(conversation, split, key)
+        else:
+            ids = self._template.first_prompt_ids(conversation)
+            dialogue = self._kind(conversation, split, key, ids, [0] * len(ids))
+        self._template.require_embedded(conversation, dialogue.ids)
+        return dialogue, len(ids)
 
     def _imported(self, conversation: Conversation, split: str, key: str) -> tuple[Kind, list[int]]:
         """The dialogue of a conversation that has answers, and the ids of its longest document, uncut. A further

@@ -4,18 +4,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
 from spectrain import signals
 from spectrain.console import ProgressBar, say
+from spectrain.data.asked_documents import Asked
 from spectrain.data.hidden_states import StoredHiddenStates, bytes_per_token
 from spectrain.data.hidden_states_writer import HiddenStatesWriter
 from spectrain.data.responses import Response, ResponseStore, further_documents
-from spectrain.data.shard_damage import damaged_shards, stored_keys, take_out, unverified
+from spectrain.data.shard_damage import damaged_shards, stored_key_column, take_out, unverified
 from spectrain.errors import InputError, RunError
-from spectrain.files import digest_strings
 from spectrain.stages import array_tasks
 from spectrain.stages.context import Context
 from spectrain.stages.generate import generate
@@ -26,10 +26,16 @@ def decide(context: Context) -> Decision:
     """Whether there is anything to capture."""
 
     def lacking() -> str:
-        stored = stored_keys(context.data_dir.hidden_states)
-        return "" if _asked(context).keys() <= stored else "outputs are missing"
+        stored = stored_key_column(context.data_dir.hidden_states)
+        return "" if stored.hold(asked.keys) else "outputs are missing"
 
-    return context.data_dir.decide("capture", Inputs(fixed_inputs(context), growing_inputs(context)), lacking)
+    asked = asked_documents(context)
+    return context.data_dir.decide("capture", Inputs(fixed_inputs(context), _growing(asked)), lacking)
+
+
+def asked_documents(context: Context) -> Asked:
+    """Every document of the responses that this configuration asks for."""
+    return context.asked.with_further(ResponseStore(context.data_dir.responses).key_column())
 
 
 def _asked(context: Context) -> dict[str, str]:
@@ -45,8 +51,11 @@ def fixed_inputs(context: Context) -> dict[str, object]:
 
 
 def growing_inputs(context: Context) -> dict[str, object]:
-    asked = _asked(context)
-    return {"responses": f"{len(asked)} ({digest_strings(list(asked.items()))[:8]})"}
+    return _growing(asked_documents(context))
+
+
+def _growing(asked: Asked) -> dict[str, object]:
+    return {"responses": f"{len(asked)} ({asked.digest()[:8]})"}
 
 
 def capture(context: Context) -> None:
@@ -58,7 +67,7 @@ def capture(context: Context) -> None:
         return
     run_dir = context.data_dir
     with run_dir.running(decision) as outputs:
-        asked = _asked(context)
+        asked = dict(asked_documents(context).splits())
         responses = ResponseStore(run_dir.responses).load(list(asked), asked)
         meta = context.store_meta()
         tokens = sum(len(response.input_ids) for response in responses)
@@ -156,8 +165,13 @@ def documents(context: Context) -> tuple[StoredHiddenStates, list[int], list[int
     """
     store = StoredHiddenStates(context.data_dir.hidden_states)
     store.check(_identity(context, context.taps, context.kv_layers))
-    number = {key: index for index, key in enumerate(store.keys)}
-    return store, list(_numbers(context, number, "train")), list(_numbers(context, number, "heldout"))
+    asked = asked_documents(context)
+    numbers_D = store.keys.places_of(asked.keys)
+    if (numbers_D < 0).any():
+        raise InputError(
+            f"{store.folder} lacks {int((numbers_D < 0).sum())} of {len(asked)} documents: run spectrain capture first"
+        )
+    return store, numbers_D[~asked.heldout_D].tolist(), numbers_D[asked.heldout_D].tolist()
 
 
 def open_store(
@@ -191,7 +205,3 @@ def _identity(context: Context, taps: tuple[int, ...], kv_layers: tuple[int, ...
     shapes = tuple((layer, *context.spec.kv_shape(layer)) for layer in kv_layers)
     target = {"target": context.target.id, "target_revision": context.target.revision}
     return {**target, "tap_ids": taps, "kv_layers": shapes}
-
-
-def _numbers(context: Context, number: dict[str, int], split: str) -> Iterator[int]:
-    return (number[key] for key, side in _asked(context).items() if side == split)

@@ -95,6 +95,7 @@ def prepare(
         given: keys that the command line sets, rather than a file or a default.
     """
     from spectrain.stages.context import Context
+    from spectrain.stages.known_prompts import find_known
     from spectrain.stages.select_prompts import run_prompts
     from spectrain.target.resolve import locate_target
 
@@ -106,7 +107,9 @@ def prepare(
         check_suite(config)
     reads_prompts = command.needs_prompts or (config.suite.uses_heldout and bool(asks_suite or config.data.source))
     shared = run_dir if data_dir is None else RunDir(data_dir)
-    prompts, drawn = run_prompts(config, shared.path, planning=not fetch) if reads_prompts else (None, None)
+    known = find_known(config, shared.path) if fetch and command.needs_prompts and not command.measures else None
+    unread = known is not None or not reads_prompts
+    prompts, drawn = (None, None) if unread else run_prompts(config, shared.path, planning=not fetch)
     source = locate_target(config.target, unreachable_ok=not fetch)
     if source.revision:
         run_dir.check({"id": source.id, "revision": source.revision})
@@ -123,6 +126,8 @@ def prepare(
         data_dir=shared,
         drawn=drawn,
     )
+    if known is not None:
+        context.use_known(known)
     if command.needs_drafter:
         check_drafter_folder(context.measured_drafter, "drafter.path" if config.drafter.path else "run.dir")
     if fetch and context.spec_or_none is None:
@@ -149,13 +154,13 @@ def _screen_prompts(context: Context) -> None:
     if context.prompts_or_none is None:
         return
     screen = PromptScreen(context.template, config.target.max_length)
-    prompts = screen.screened(context.prompts_or_none, config.data)
-    context.keep_prompts(prompts)
+    if context.known is None:
+        context.keep_prompts(screen.screened(context.prompts, config.data))
     if command.trains and command.measures:
-        suite = load_suite_prompts(config, prompts)
-        _refuse_seen([(c, trained.where) for c, trained in screen.seen_in_training(suite, prompts.train)])
+        suite = load_suite_prompts(config, context.prompts)
+        _refuse_seen([(c, trained.where) for c, trained in screen.seen_in_training(suite, context.prompts.train)])
     if command.needs_prompts and context.data_dir is context.run_dir:  # jobs of a sweep need not all say it
-        for note in prompts.notes():
+        for note in context.prompts.notes():
             say(note)
 
 
@@ -380,20 +385,20 @@ def check_disk(context: Context) -> None:
 def _to_capture(context: Context) -> tuple[list[Conversation], int]:
     """Conversations that have no hidden states yet, and the bytes of those that will be removed before."""
     from spectrain.data.hidden_states import INDEX_NAME
-    from spectrain.data.responses import DamagedPartError
+    from spectrain.data.response_parts import DamagedPartError
     from spectrain.data.shard_damage import stored_keys
     from spectrain.stages import capture
 
-    asked = [*context.prompts.train, *context.prompts.heldout]
-    folder = context.data_dir.hidden_states
+    prompts, folder = context.prompts, context.data_dir.hidden_states
     if context.source.folder is None or not (folder / INDEX_NAME).is_file():
-        return asked, 0
+        return [*prompts.train, *prompts.heldout], 0
     try:
         decision = capture.decide(context)
     except DamagedPartError:  # its prompts are answered again first
         return [], 0
     if decision.skip:
         return [], 0
+    asked = [*prompts.train, *prompts.heldout]
     if decision.action == "restart":
         return asked, sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     stored = stored_keys(folder)

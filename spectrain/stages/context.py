@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import yaml
 from spectrain.config.commands import Command
 from spectrain.config.plan_schema import DEVICES, Device
 from spectrain.config.schema import SpectrainConfig
+from spectrain.data.asked_documents import Asked
 from spectrain.data.chat import ChatTemplate
 from spectrain.data.hidden_states import StoreMeta
 from spectrain.data.prompts import PromptSplit
@@ -32,10 +33,11 @@ from spectrain.engines.vllm.engine import VLLMEngine
 from spectrain.engines.vllm.open_vllm import open_vllm
 from spectrain.engines.vllm.requests import VLLMClient
 from spectrain.errors import InputError, RunError
-from spectrain.files import plain, write_atomically
+from spectrain.files import digest_strings, plain, write_atomically
 from spectrain.masking import escape_references, private_values
+from spectrain.stages.known_prompts import KnownPrompts, remember, target_digest
 from spectrain.stages.run_dir import RunDir
-from spectrain.stages.select_prompts import DrawnPrompts, planned_prompts
+from spectrain.stages.select_prompts import DrawnPrompts, planned_prompts, run_prompts
 from spectrain.target.folder_files import load_generation_config, load_tokenizer
 from spectrain.target.identity import TargetIdentity, identify
 from spectrain.target.model import TargetModel, choose_device, choose_dtype
@@ -60,6 +62,7 @@ class Context:
     drawn: DrawnPrompts | None = None  # the prompts, where they come from data sets
     ranks: Ranks = ALONE  # the processes that train together, of which this is one
     lender: Context | None = None  # whose weights this one uses
+    known: KnownPrompts | None = None  # what is remembered of the prompts, which are unread then
 
     def under(self, **sections: Any) -> Context:
         """The same command under other sections of the configuration. What costs to load is loaded once, here."""
@@ -89,8 +92,16 @@ class Context:
 
     def keep_prompts(self, prompts: PromptSplit) -> None:
         """Go on with these prompts, which are those so far but for some."""
-        self.prompts_or_none = prompts
-        self.__dict__.pop("splits", None)  # of those so far
+        self.prompts_or_none, self.known = prompts, None
+        for name in ("asked", "splits", "named_prompts"):  # of those so far
+            self.__dict__.pop(name, None)
+
+    def use_known(self, known: KnownPrompts) -> None:
+        """Go on with what is remembered of the prompts, where that is of this target; else with those that are read."""
+        if self.source.folder is not None and known.target == target_digest(self):
+            self.prompts_or_none, self.known, self.drawn = known.split(self), known, known.drawn
+        else:
+            self.prompts_or_none, self.drawn = run_prompts(self.config, self.data_dir.path, planning=False)
 
     def learn_spec(self) -> None:
         """Fetch the target and read its dimensions."""
@@ -205,18 +216,33 @@ class Context:
         return resolve_sampling(self.config.sampling, self.generation_config)
 
     @cached_property
-    def splits(self) -> dict[str, str]:
-        """Response key -> ``train`` or ``heldout``, in the order of the prompt files: the responses that this
-        configuration asks for.
-        """
-        parts = (("train", self.prompts.train), ("heldout", self.prompts.heldout))
+    def asked(self) -> Asked:
+        """The responses that this configuration asks for, in the order of the prompt files."""
+        if self.known is not None:
+            return self.known.asked
+        target, variables = self.target, self.config.target.template_kwargs
+        key = partial(response_key, target_id=target.id, target_revision_digest=target.revision)
+        train, heldout = (
+            (key(conversation, self.sampling, template_kwargs=variables) for conversation in conversations)
+            for conversations in (self.prompts.train, self.prompts.heldout)
+        )
+        return Asked.of(train, heldout)
+
+    @cached_property
+    def named_prompts(self) -> dict[str, str]:
+        """The prompts of each split by number and digest, for the manifest."""
+        if self.known is not None:
+            return self.known.named
+        sides = {"training prompts": self.prompts.train, "held-out prompts": self.prompts.heldout}
         return {
-            response_key(
-                conversation, self.sampling, self.target.id, self.target.revision, self.config.target.template_kwargs
-            ): split
-            for split, conversations in parts
-            for conversation in conversations
+            name: f"{len(prompts)} ({digest_strings([prompt.prompt_digest() for prompt in prompts])[:8]})"
+            for name, prompts in sides.items()
         }
+
+    @cached_property
+    def splits(self) -> dict[str, str]:
+        """Response key -> ``train`` or ``heldout`` of what is ``asked`` for, for those who work on each."""
+        return dict(self.asked.splits())
 
     @cached_property
     def taps(self) -> tuple[int, ...]:
@@ -309,6 +335,9 @@ class Context:
             self._write_config()
         if self.drawn is not None and self.command.needs_prompts:
             self.drawn.store(self.data_dir.path)
+        of_the_whole_run = self.data_dir is self.run_dir and self.config.run.tasks == 1
+        if of_the_whole_run and self.known is None and self.command.needs_prompts:
+            remember(self)
 
     def _write_config(self) -> None:
         """``config.yaml``, for everybody, and first what it masks, for this user alone."""

@@ -18,7 +18,6 @@ from spectrain.data.prompts import Conversation
 from spectrain.data.responses import Response, ResponseStore
 from spectrain.engines.check_states import DOCUMENTS
 from spectrain.engines.vllm.engine import VLLMEngine
-from spectrain.files import digest_strings
 from spectrain.stages import array_tasks
 from spectrain.stages.context import Context
 from spectrain.stages.run_dir import Decision, Inputs
@@ -29,16 +28,15 @@ _PART_RESPONSES, _PART_S = 256, 15.0
 
 def decide(context: Context) -> Decision:
     """Whether there is anything to generate."""
-    prompts, sampling = context.prompts, asdict(context.sampling)
+    sampling = asdict(context.sampling)
     growing = {
-        "training prompts": _named(prompts.train),
-        "held-out prompts": _named(prompts.heldout),
+        **context.named_prompts,
         **{f"sampling.{name}": value for name, value in sampling.items()},
     }
 
     def lacking() -> str:
-        stored = ResponseStore(context.data_dir.responses).keys()
-        return "" if context.splits.keys() <= stored else "outputs are missing"
+        stored = ResponseStore(context.data_dir.responses).key_column()
+        return "" if stored.hold(context.asked.keys) else "outputs are missing"
 
     return context.data_dir.decide("generate", Inputs(context.target_inputs(), growing), lacking)
 
@@ -67,9 +65,9 @@ def generate(context: Context) -> None:
                     "distribution, but need not be the same tokens"
                 )
             _generate(context, store, todo, len(conversations))
-        documents = store.documents(context.splits)
-        counts = _counts(store.load(list(documents)))
-        outputs |= {"responses": len(context.splits), "documents": len(documents), **counts}
+        documents = context.asked.with_further(store.key_column())
+        counts = store.counts(documents.keys)
+        outputs |= {"responses": len(context.asked), "documents": len(documents), **counts}
         outputs |= {} if context.drawn is None else {"sources": context.drawn.record}
     made = f"{outputs['responses']} responses, {outputs['generated_tokens']:,} generated tokens"
     say(f"generate: {made}, {outputs['cut_off']} answers cut off at the limit")
@@ -182,17 +180,3 @@ def _responses(
     length = context.config.target.max_length
     engine = VLLMEngine(context.target, context.template, context.eos_ids, length, one_pass.open_vllm)
     return engine.generate(todo, context.sampling, on_tokens, states_for=one_pass.states_for)
-
-
-def _named(conversations: list[Conversation]) -> str:
-    return (
-        f"{len(conversations)} ({digest_strings([conversation.prompt_digest() for conversation in conversations])[:8]})"
-    )
-
-
-def _counts(responses: list[Response]) -> dict[str, int]:
-    return {
-        "generated_tokens": sum(int(response.loss_mask.sum()) for response in responses),
-        "tokens": sum(len(response.input_ids) for response in responses),
-        "cut_off": sum(response.finish_reason == "length" for response in responses),
-    }

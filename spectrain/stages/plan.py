@@ -54,7 +54,7 @@ def estimate(context: Context) -> Estimate:
     conversations = [*prompts.train, *prompts.heldout]
     lengths = [_tokens(conversation, config.sampling.max_new_tokens) for conversation in conversations]
     tokens = int(most_tokens(context, conversations) * scale)
-    matrices = {name: size for name, (size, dimensions) in _parameters(context).items() if dimensions > 1}
+    matrices = {name: size for name, (size, dimensions) in drafter_parameters(context).items() if dimensions > 1}
     generated = int(sum(answer for _, answer in lengths) * scale)
     return Estimate(
         documents=round(len(conversations) * scale),
@@ -92,7 +92,7 @@ def states_bytes(context: Context, conversations: Iterable[Conversation]) -> int
 # --- parameters ----------------------------------------------------------------------------------------------------
 
 
-def _parameters(context: Context) -> dict[str, tuple[int, int]]:
+def drafter_parameters(context: Context) -> dict[str, tuple[int, int]]:
     """Name -> (entries, dimensions) of each parameter of the drafter."""
     import torch
 
@@ -134,7 +134,7 @@ def drafter_size(context: Context) -> DrafterSize:
     from spectrain.stages.training_memory import DrafterSize
 
     config, spec = context.config.drafter, context.spec
-    shape, parameters = find_method(config.method).shape(config, spec), _parameters(context)
+    shape, parameters = find_method(config.method).shape(config, spec), drafter_parameters(context)
     pieces: dict[str, int] = {}
     for name, (size, _) in parameters.items():
         piece = ".".join(name.split(".")[:2]) if name.startswith("layers.") else name

@@ -85,12 +85,11 @@ def drawn_prompts(config: SpectrainConfig, run_dir: Path) -> DrawnPrompts:
     data = config.data
     asked = _asked(data)
     folder = run_dir / _FOLDER
-    if (folder / _SELECTION).is_file():
-        content = read_json(folder / _SELECTION)
-        if content.get("asked") == asked:
-            train, heldout = (load_prompts(folder / name) for name in _FILES.values())
-            split = PromptSplit(_with_system(train, data.system), _with_system(heldout, data.system))
-            return DrawnPrompts(split, content.get("sources", []), asked, stored=True)
+    content = stored_selection(config, run_dir)
+    if content is not None:
+        train, heldout = (load_prompts(folder / name) for name in _FILES.values())
+        split = PromptSplit(_with_system(train, data.system), _with_system(heldout, data.system))
+        return DrawnPrompts(split, content.get("sources", []), asked, stored=True)
     selection = select_prompts(
         _sources(data), data.heldout_fraction, data.seed, data.max_rows, data.near_duplicates, _overlap(data)
     )
@@ -98,6 +97,18 @@ def drawn_prompts(config: SpectrainConfig, run_dir: Path) -> DrawnPrompts:
         say(report.note())
     split = PromptSplit(_with_system(selection.train, data.system), _with_system(selection.heldout, data.system))
     return DrawnPrompts(split, selection.record(), asked, stored=False)
+
+
+def stored_selection(config: SpectrainConfig, run_dir: Path) -> dict[str, Any] | None:
+    """How the prompts in the run directory were drawn, where they are what is asked for."""
+    path = run_dir / _FOLDER / _SELECTION
+    content: dict[str, Any] = read_json(path) if path.is_file() else {}
+    return content if content and content.get("asked") == _asked(config.data) else None
+
+
+def stored_files(run_dir: Path) -> list[Path]:
+    """Those that a selection is stored in."""
+    return [run_dir / _FOLDER / name for name in (*_FILES.values(), _SELECTION)]
 
 
 def are_here(data: DataConfig, run_dir: Path) -> bool:

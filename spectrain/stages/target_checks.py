@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from itertools import chain, compress
 from typing import TYPE_CHECKING
 
 from spectrain.errors import ConfigError, InputError
@@ -51,6 +52,8 @@ def _check_family(context: Context) -> None:
 
 def _check_prompts(context: Context) -> None:
     """The template takes every conversation that is still to be answered, and leaves room for an answer."""
+    import numpy as np
+
     from spectrain.data.responses import ResponseStore
     from spectrain.engines.conversations import Dialogue, Turns
     from spectrain.stages.answer_suite import answer_limit, suite_prompts
@@ -60,14 +63,13 @@ def _check_prompts(context: Context) -> None:
         return  # a plan that does not read them
     if "generate" in command.stages:
         stored = ResponseStore(context.data_dir.responses).whole_keys()
-        conversations = [*context.prompts.train, *context.prompts.heldout]
-        asked = zip(conversations, context.splits.items(), strict=True)
-        todo = [(conversation, split, key) for conversation, (key, split) in asked if key not in stored]
-        keys = [key for _, _, key in todo]
-        asked_for = digest_strings([context.template.digest, longest, keys])
-        if asked_for not in _CHECKED:
+        missing = stored.places_of(context.asked.keys) < 0
+        keys = context.asked.keys.take(np.flatnonzero(missing))
+        asked_for = digest_strings([context.template.digest, longest, list(keys)])
+        if len(keys) and asked_for not in _CHECKED:
             turns = Turns(Dialogue, context.template, context.eos_ids, context.sampling, longest)
-            turns.prepare([(c, split) for c, split, _ in todo], keys, quiet=True)
+            conversations = chain(context.prompts.train, context.prompts.heldout)
+            turns.check(compress(conversations, missing.tolist()))
             _CHECKED.add(asked_for)
     if command.asks_suite(context.config.sweep.suites):
         for conversation in suite_prompts(context):
@@ -106,11 +108,10 @@ def _generates(context: Context) -> bool:
 
 
 def _check_memory(context: Context) -> None:
-    from spectrain.stages.plan import estimate
+    from spectrain.stages.plan import drafter_parameters
 
-    if context.prompts_to_plan is None and context.config.data.selects:
-        return  # a plan of as many prompts as a set has
-    parameters, there = estimate(context).drafter_parameters, memory_bytes(context.config.target.device)
+    parameters = sum(size for size, dimensions in drafter_parameters(context).values() if dimensions > 1)
+    there = memory_bytes(context.config.target.device)
     if parameters * _PARAMETER_BYTES > there:
         raise ConfigError(
             f"a drafter of {parameters / 1e6:,.0f} M parameters takes more than "

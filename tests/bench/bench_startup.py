@@ -110,7 +110,7 @@ def _write_responses(folder: Path, keys: Sequence[str], prompts: Sequence, sampl
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from spectrain.data.responses import _SCHEMA
+    from spectrain.data.response_parts import SCHEMA
 
     folder.mkdir(parents=True)
     for part, first in enumerate(range(0, len(keys), PART)):
@@ -127,7 +127,7 @@ def _write_responses(folder: Path, keys: Sequence[str], prompts: Sequence, sampl
             "turns": [c.turns for c in conversations],
             **{name: [value] * count for name, value in constants.items()},
         }
-        table = pa.table([pa.array(columns.get(f.name, [None] * count), f.type) for f in _SCHEMA], schema=_SCHEMA)
+        table = pa.table([pa.array(columns.get(f.name, [None] * count), f.type) for f in SCHEMA], schema=SCHEMA)
         buffer = pa.BufferOutputStream()
         pq.write_table(table, buffer, compression="zstd")
         content = buffer.getvalue()

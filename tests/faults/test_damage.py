@@ -113,7 +113,7 @@ def test_damaged_responses_are_kept_aside_and_only_theirs_are_asked_again(spectr
 
 
 def test_responses_of_another_version_are_not_taken_for_damaged(spectrain, run_dir, monkeypatch):
-    monkeypatch.setattr("spectrain.data.responses.SCHEMA_VERSION", "2")
+    monkeypatch.setattr("spectrain.data.response_parts.SCHEMA_VERSION", "2")
     code, said = spectrain("generate")
     assert (code, said.count("\n")) == (2, 1) and "schema version 1" in said
     with pytest.raises(InputError, match="schema version 1"):

@@ -209,7 +209,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a part of the responses is believed whatever its digest",
-        DATA + "responses.py",
+        DATA + "response_parts.py",
         "if not found.startswith(match[2]):",
         "if not found:",
         (RESPONSES,),
