@@ -25,9 +25,9 @@ from spectrain.data.hidden_states import (
     TargetStates,
 )
 from spectrain.data.hidden_states_shard import ShardBuffer
-from spectrain.data.shard_damage import readable_shards, take_out
+from spectrain.data.shard_damage import readable_shards, remember_verified, take_out
 from spectrain.errors import NotFiniteError, SpectrainError
-from spectrain.files import file_digest, remove_partials
+from spectrain.files import FileState, file_digest, remove_partials
 
 
 class HiddenStatesWriter:
@@ -43,6 +43,7 @@ class HiddenStatesWriter:
         self.meta = meta
         self._gathered = ShardBuffer(meta, shard_bytes)
         self._shards: list[ShardRecord] = []
+        self._digested: dict[str, FileState] = {}  # shards whose digest was taken here, as they were right after
         self._done: set[str] = set()  # keys in finished shards
         self._known: set[str] = set()  # and those gathered for the next one
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -118,6 +119,7 @@ class HiddenStatesWriter:
         self.flush()
         if not self._shards:
             self._write_index()
+        self._remember_digested()
         self._gathered = ShardBuffer(self.meta, 0)  # its memory is free
 
     def __enter__(self) -> HiddenStatesWriter:
@@ -135,12 +137,21 @@ class HiddenStatesWriter:
 
     def _list(self, path: Path, keys: Sequence[str], tokens: int, sha256: str) -> None:
         """Name a finished shard in the index."""
-        self._shards.append(ShardRecord(path.name, len(keys), tokens, path.stat().st_size, sha256))
+        self._digested[path.name] = state = FileState.of(path)
+        self._shards.append(ShardRecord(path.name, len(keys), tokens, state.size, sha256))
         self._write_index()
         self._done.update(keys)
 
     def _write_index(self) -> None:
         StoreIndex(self.meta, tuple(self._shards)).write(self.folder)
+
+    def _remember_digested(self) -> None:
+        """What was digested when it was written need not be read again, unless it is so new that a change since would
+        not show.
+        """
+        digests = {record.file: record.sha256 for record in self._shards}
+        settled = {name: state for name, state in self._digested.items() if state.settled}
+        remember_verified(self.folder, {name: [*state, digests[name]] for name, state in settled.items()})
 
     def _remove_leftovers(self) -> None:
         remove_partials(self.folder)

@@ -2,15 +2,18 @@
 documents again and no others.
 
 Opening a store compares sizes and headers; what lies between them only the checksums tell. Comparing those reads every
-byte, a second or so a GB, so a shard that was found whole is remembered in ``verified.json`` beside the index by its
-size and the times of its last change, and read again only when one of these differs.
+byte, a second or so a GB and core, so a shard that was found whole, by reading it or because it was digested when it
+was written, is remembered in ``verified.json`` beside the index by its size and the times of its last change, and read
+again only when one of these differs.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,6 +22,7 @@ from spectrain.data.stored_documents import table_of
 from spectrain.data.string_column import Strings
 from spectrain.errors import InputError, RunError
 from spectrain.files import FileState, write_atomically
+from spectrain.processes import available_cores
 
 VERIFIED_NAME = "verified.json"
 
@@ -66,22 +70,43 @@ def unverified(folder: Path, shards: Sequence[ShardFile]) -> list[ShardFile]:
 def damaged_shards(
     folder: Path, shards: Iterable[ShardFile], on_bytes: Callable[[int], None] | None = None
 ) -> dict[str, str]:
-    """Name -> what is wrong, of those of ``shards`` whose content is not that of the index. Reads them all, and
-    remembers the others as verified. ``on_bytes`` gets the number of bytes read since its last call.
+    """Name -> what is wrong, of those of ``shards`` whose content is not that of the index. Reads them all, as many at
+    a time as there are cores, and remembers the others as verified. ``on_bytes`` gets the number of bytes read since
+    its last call.
     """
-    known, damaged = _verified(folder), dict[str, str]()
-    for shard in shards:
-        state = FileState.of(shard.path)
-        settled = state.settled  # before it is read: what is written meanwhile must not count as read
-        try:
-            shard.verify(on_bytes)
-            if settled:
-                known[shard.path.name] = [*state, shard.record.sha256]
-        except InputError as error:
-            damaged[shard.path.name] = str(error)
+    shards, lock = list(shards), threading.Lock()
+
+    def advance(count: int) -> None:
+        if on_bytes is not None:
+            with lock:
+                on_bytes(count)
+
+    # Before they are read: what is written meanwhile must not count as read.
+    states = [FileState.of(shard.path) for shard in shards]
+    settled = [state.settled for state in states]
+    readers = ThreadPoolExecutor(max(1, min(len(available_cores()), len(shards))))
+    try:
+        problems = list(readers.map(lambda shard: _problem(shard, advance), shards))
+    finally:
+        readers.shutdown(wait=True, cancel_futures=True)
+    found = zip(shards, states, settled, problems, strict=True)
+    whole = {shard.path.name: [*state, shard.record.sha256] for shard, state, old, wrong in found if old and not wrong}
+    remember_verified(folder, whole)
+    return {shard.path.name: wrong for shard, wrong in zip(shards, problems, strict=True) if wrong}
+
+
+def _problem(shard: ShardFile, on_bytes: Callable[[int], None]) -> str:
+    try:
+        shard.verify(on_bytes)
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def remember_verified(folder: Path, whole: Mapping[str, Sequence[object]]) -> None:
+    """Note down shards that were found whole: name -> size, times of change and sha256."""
     with suppress(RunError):  # a folder that this user may not write: read again next time
-        write_atomically(folder / VERIFIED_NAME, json.dumps(known, indent=1) + "\n")
-    return damaged
+        write_atomically(folder / VERIFIED_NAME, json.dumps({**_verified(folder), **whole}, indent=1) + "\n")
 
 
 def take_out(folder: Path, names: Iterable[str]) -> None:

@@ -1,9 +1,8 @@
 """Everything that can be checked before work starts.
 
 Conflicts inside one section are rejected by its dataclass (``config/schema.py``). Here are those between sections, and
-between the configuration and the world: prompt files, the target's dimensions, the run directory, the disk; what
-concerns the drafter is in ``drafter_checks.py``. Each check raises ConfigError or InputError with one sentence; nothing
-here writes anything.
+between the configuration and the world: prompt files, the target's dimensions, the run directory, the disk; drafters in
+``drafter_checks.py``. Each check raises ConfigError or InputError with one sentence; nothing here writes anything.
 """
 
 from __future__ import annotations
@@ -108,8 +107,8 @@ def prepare(
     reads_prompts = command.needs_prompts or (config.suite.uses_heldout and bool(asks_suite or config.data.source))
     shared = run_dir if data_dir is None else RunDir(data_dir)
     known = find_known(config, shared.path) if fetch and command.needs_prompts and not command.measures else None
-    unread = known is not None or not reads_prompts
-    prompts, drawn = (None, None) if unread else run_prompts(config, shared.path, planning=not fetch)
+    read = reads_prompts and known is None
+    prompts, drawn = run_prompts(config, shared.path, planning=not fetch) if read else (None, None)
     source = locate_target(config.target, unreachable_ok=not fetch)
     if source.revision:
         run_dir.check({"id": source.id, "revision": source.revision})
@@ -150,9 +149,9 @@ def _screen_prompts(context: Context) -> None:
     from spectrain.console import say
     from spectrain.data.prompt_screening import PromptScreen
 
-    config, command = context.config, context.command
     if context.prompts_or_none is None:
         return
+    config, command = context.config, context.command
     screen = PromptScreen(context.template, config.target.max_length)
     if context.known is None:
         context.keep_prompts(screen.screened(context.prompts, config.data))
