@@ -19,14 +19,15 @@ class PromptScreen:
     def __init__(self, template: ChatTemplate, max_length: int) -> None:
         self._template = template
         self._max_length = max_length
-        self._shown: dict[str, tuple[int, str]] = {}  # by prompt digest: tokens of the first prompt, digest of all ids
+        # By prompt digest: tokens of the first prompt, the greatest of them, and a digest of all ids.
+        self._shown: dict[str, tuple[int, int, bytes]] = {}
 
     def screened(self, split: PromptSplit, data: DataConfig) -> PromptSplit:
         """The split without prompts that are too long (``data.skip_too_long``), and without training prompts that the
         template makes equal to held-out ones.
 
-        Raises InputError for a prompt that the template rejects or that is too long, ConfigError where ``data.heldout``
-        names a prompt that is a training prompt after the template.
+        Raises InputError for a prompt that the template rejects, that is too long or that has a token which the target
+        does not embed, ConfigError where ``data.heldout`` names a prompt that is a training prompt after the template.
         """
         asked = len(split.train) + len(split.heldout)
         if data.selects:  # rows of a data set are left out and counted; prompts of a file are the user's own
@@ -77,6 +78,8 @@ class PromptScreen:
         return taken
 
     def _with_room(self, conversations: Sequence[Conversation], data: DataConfig) -> list[Conversation]:
+        for conversation in conversations:
+            self._template.require_embedded(conversation, [self._look(conversation)[1]])
         fitting = [c for c in conversations if self._look(c)[0] < self._max_length]
         if len(fitting) < len(conversations) and not (data.skip_too_long or data.selects):
             first = next(c for c in conversations if self._look(c)[0] >= self._max_length)
@@ -88,10 +91,10 @@ class PromptScreen:
             )
         return fitting
 
-    def _digest(self, conversation: Conversation) -> str:
-        return self._look(conversation)[1]
+    def _digest(self, conversation: Conversation) -> bytes:
+        return self._look(conversation)[2]
 
-    def _look(self, conversation: Conversation) -> tuple[int, str]:
+    def _look(self, conversation: Conversation) -> tuple[int, int, bytes]:
         key = conversation.prompt_digest()
         if key not in self._shown:
             first = self._template.first_prompt_ids(replace(conversation, answers=None))
@@ -100,5 +103,6 @@ class PromptScreen:
                 self._template.first_prompt_ids(replace(conversation, turns=(turn,), answers=None))
                 for turn in conversation.turns[1:]
             ]
-            self._shown[key] = (len(first), digest_json([first, *further]))
+            digest = bytes.fromhex(digest_json([first, *further]))
+            self._shown[key] = (len(first), max(first, default=0), digest)
         return self._shown[key]

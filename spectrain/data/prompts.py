@@ -13,6 +13,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -58,6 +59,10 @@ class Conversation:
         """Sha256 of everything the target is shown (system, turns, tools): equal digests are the same prompt, whatever
         their ids.
         """
+        return self._prompt_digest
+
+    @cached_property
+    def _prompt_digest(self) -> str:
         return digest_json([self.system, self.turns, self.tools])
 
 

@@ -106,7 +106,7 @@ class _Rooms:
             self._first = self._first or (conversation, length)
             self._too_long += 1
 
-    def require(self) -> None:
+    def report(self, quiet: bool) -> None:
         if self._first is not None:
             conversation, length = self._first
             raise InputError(
@@ -116,9 +116,7 @@ class _Rooms:
                 f"remove them"
             )
 
-    def report(self) -> None:
-        self.require()
-        if self._cut:
+        if self._cut and not quiet:
             say(
                 f"note: {self._cut} imported conversations are longer than target.max_length={self._max_length} tokens "
                 f"and are cut there"
@@ -140,7 +138,9 @@ class Turns(Generic[Kind]):
         self._max_length = max_length
         self._rejected = False  # whether an answer was, by the template
 
-    def prepare(self, conversations: Sequence[tuple[Conversation, str]], keys: Sequence[str]) -> list[Kind]:
+    def prepare(
+        self, conversations: Sequence[tuple[Conversation, str]], keys: Sequence[str], quiet: bool = False
+    ) -> list[Kind]:
         """Tokenise conversations. Those with answers are rendered whole and have the finish reason "imported". Errors
         and note as ``check``.
         """
@@ -149,19 +149,20 @@ class Turns(Generic[Kind]):
             dialogue, length = self._opened(conversation, split, key)
             rooms.add(conversation, length, conversation.answers is None or any(dialogue.mask))
             dialogues.append(dialogue)
-        rooms.report()
+        rooms.report(quiet)
         return dialogues
 
-    def check(self, conversations: Iterable[Conversation]) -> None:
+    def check(self, conversations: Iterable[Conversation], quiet: bool = False) -> None:
         """Tokenise all conversations and keep none, so that every one that cannot be answered is found before the first
         token is generated. Raises ``InputError`` naming the first prompt that leaves no room for an answer within
-        ``max_length``, or has a token that the target does not embed.
+        ``max_length``, or has a token that the target does not embed. Unless ``quiet``, a note tells how many imported
+        ones are cut.
         """
         rooms = _Rooms(self._max_length)
         for conversation in conversations:
             dialogue, length = self._opened(conversation, "train", "")
             rooms.add(conversation, length, conversation.answers is None or any(dialogue.mask))
-        rooms.require()
+        rooms.report(quiet)
 
     def _opened(self, conversation: Conversation, split: str, key: str) -> tuple[Kind, int]:
         """The dialogue of a conversation, and the tokens of its longest document, uncut."""

@@ -68,7 +68,7 @@ class DrawnDialogue(Dialogue):
 
 
 class ResponseGenerator:
-    """Answers conversations under one ``Sampling``: ``run(prepare(conversations, keys))``.
+    """Answers conversations under one ``Sampling``.
 
     ``batch_size`` rows decode together; at most ``prefill_tokens`` (or one prompt) are prefilled at a time, which
     bounds memory. ``group`` conversations, in their order, share batches with one another alone.
@@ -95,14 +95,22 @@ class ResponseGenerator:
         self._group = group
         self._on_tokens = on_tokens
 
-    def prepare(self, conversations: Sequence[tuple[Conversation, str]], keys: Sequence[str]) -> list[DrawnDialogue]:
-        """Tokenise all conversations; see ``Turns.prepare``."""
-        return self._turns.prepare(conversations, keys)
+    def answer(
+        self, conversations: Sequence[tuple[Conversation, str]], key_of: Callable[[Conversation], str]
+    ) -> Iterator[Response]:
+        """Yields each response when it is done, group after group. All conversations are checked before
+        (``Turns.check``); only those of a group are in memory as tokens.
+        """
+        self._turns.check(conversation for conversation, _ in conversations)
+        return self._answers(conversations, key_of)
 
-    def run(self, dialogues: Sequence[DrawnDialogue]) -> Iterator[Response]:
-        """Yields each response when it is done, group after group."""
-        for first in range(0, len(dialogues), self._group):
-            yield from self._run_group(dialogues[first : first + self._group])
+    def _answers(
+        self, conversations: Sequence[tuple[Conversation, str]], key_of: Callable[[Conversation], str]
+    ) -> Iterator[Response]:
+        for first in range(0, len(conversations), self._group):
+            group = conversations[first : first + self._group]
+            keys = [key_of(conversation) for conversation, _ in group]
+            yield from self._run_group(self._turns.prepare(group, keys, quiet=True))
 
     def _run_group(self, dialogues: Sequence[DrawnDialogue]) -> Iterator[Response]:
         waiting: list[DrawnDialogue] = []  # ascending by length: the longest is taken first, from the end
@@ -329,8 +337,7 @@ class HFEngine:
     ) -> Iterator[Response]:
         limits = (self.max_length, self.config.batch_size, self.config.capture_tokens, self.stored_together)
         generator = ResponseGenerator(self.target, self.template, self.end_ids, sampling, *limits, on_tokens)
-        keys = [self.response_key(conversation, sampling) for conversation, _ in conversations]
-        return generator.run(generator.prepare(conversations, keys))
+        return generator.answer(conversations, lambda conversation: self.response_key(conversation, sampling))
 
     def capture(
         self,

@@ -52,7 +52,6 @@ def _check_family(context: Context) -> None:
 
 def _check_prompts(context: Context) -> None:
     """The template takes every conversation that is still to be answered, and leaves room for an answer."""
-    import numpy as np
 
     from spectrain.data.responses import ResponseStore
     from spectrain.engines.conversations import Dialogue, Turns
@@ -64,12 +63,14 @@ def _check_prompts(context: Context) -> None:
     if "generate" in command.stages:
         stored = ResponseStore(context.data_dir.responses).whole_keys()
         missing = stored.places_of(context.asked.keys) < 0
-        keys = context.asked.keys.take(np.flatnonzero(missing))
-        asked_for = digest_strings([context.template.digest, longest, list(keys)])
-        if len(keys) and asked_for not in _CHECKED:
-            turns = Turns(Dialogue, context.template, context.eos_ids, context.sampling, longest)
-            conversations = chain(context.prompts.train, context.prompts.heldout)
-            turns.check(compress(conversations, missing.tolist()))
+        conversations = chain(context.prompts.train, context.prompts.heldout) if missing.any() else iter(())
+        # Prompts without answers were looked at when they were screened.
+        imported = [c for c in compress(conversations, missing.tolist()) if c.answers is not None]
+        asked_for = digest_strings(
+            [context.template.digest, longest, [[c.prompt_digest(), c.answers] for c in imported]]
+        )
+        if imported and asked_for not in _CHECKED:
+            Turns(Dialogue, context.template, context.eos_ids, context.sampling, longest).check(imported, quiet=True)
             _CHECKED.add(asked_for)
     if command.asks_suite(context.config.sweep.suites):
         for conversation in suite_prompts(context):

@@ -283,7 +283,8 @@ def test_a_turn_after_the_templates_own_end_token_goes_on_the_document(llama: HF
 
     generator = hf.ResponseGenerator(llama.target, llama.template, [end], GREEDY, 400, 3, 64, 12)
     generator._turns._kind = Ending
-    for response in generator.run(generator.prepare(make_conversations(5, turns=3), list("abcde"))):
+    keys = iter("abcde")
+    for response in generator.answer(make_conversations(5, turns=3), lambda _: next(keys)):
         ids, mask = response.input_ids.tolist(), response.loss_mask.tolist()
         assert "-" not in response.key
         assert sum(mask) == 9 and ids[-1] == end
