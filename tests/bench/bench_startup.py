@@ -4,8 +4,8 @@ training step, by the number of documents.
     python tests/bench/bench_startup.py [--documents 10000] [--stages generate capture fit] [--folder /tmp] [--profile]
 
 For 10^3, 10^4 … documents up to the number given, a run directory of a tiny target is filled with what a run would have
-written: a prompt file, responses of {TOKENS} tokens in parts of 256, as `generate` writes them, and hidden states in
-shards of 512 documents. Token columns are written; hidden states are zeros in sparse files, so they have a size and a
+written: a prompt file, responses of 48 tokens in parts of 256, as `generate` writes them, and hidden states in shards
+of 512 documents. `generate` finds prompts alone, `capture` responses, too, `fit` all of it. Token columns are written; hidden states are zeros in sparse files, so they have a size and a
 checksum and take no disk. Then each command runs in a process of its own and ends where the target or the trainer would
 begin. Seconds are from the process's start, imports and checks included, and of the processor; memory is the greatest
 resident set (all of it, mapped files too) and, at the end, what is the process's own. "a document" is the difference to
@@ -83,20 +83,23 @@ def write_outputs(folder: Path, states: bool) -> None:
     """The responses of all prompts, as ``generate`` would have stored them, and with ``states`` their hidden states."""
     from spectrain.config.commands import COMMANDS
     from spectrain.config.loading import compose
-    from spectrain.data.prompts import load_prompts
-    from spectrain.data.responses import response_key
+    from spectrain.data.prompts import PromptSplit, load_prompts
     from spectrain.stages.checks import prepare
+    from spectrain.stages.known_prompts import remember
 
-    config = compose([*arguments(folder), f"data.train={folder / 'heldout.jsonl'}", "data.heldout=[]"])
-    context = prepare(config, COMMANDS["fit"])
-    prompts = [c for name in ("train", "heldout") for c in load_prompts(folder / f"{name}.jsonl")]
-    target, sampling = context.target, context.sampling
-    keys = [response_key(c, sampling, target.id, target.revision) for c in prompts]
+    few = compose([*arguments(folder), f"data.train={folder / 'heldout.jsonl'}", "data.heldout=[]"])
+    context = prepare(few, COMMANDS["fit"])
+    context.config = compose(arguments(folder))
+    train, heldout = (load_prompts(folder / f"{name}.jsonl") for name in ("train", "heldout"))
+    context.keep_prompts(PromptSplit(train, heldout))
     with context.run_dir.locked():
         context.open_run_dir()
-    _write_responses(context.run_dir.responses, keys, prompts, sampling)
-    if states:
-        _write_states(context.run_dir.hidden_states, keys, context.store_meta())
+        keys, sampling = list(context.asked.keys), context.sampling
+        _write_responses(context.run_dir.responses, keys, [*train, *heldout], sampling)
+        if states:
+            _write_states(context.run_dir.hidden_states, keys, context.store_meta())
+        time.sleep(2.1)  # what changed just now is not remembered
+        remember(context)
 
 
 def _ids(count: int, seed: int) -> object:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from drafter_tools import random_document
@@ -26,6 +27,27 @@ def test_rows_hold_every_document_once_and_are_never_too_full(
     assert all(row for row in rows)
     assert max(sum(min(lengths[d], packed_length) for d in row) for row in rows) <= packed_length
     assert pack_rows(lengths, packed_length, seed, epoch) == rows  # stateless
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths_of_documents, st.integers(1, 50), st.integers(0, 2**31))
+def test_each_document_goes_where_it_leaves_least_room(lengths: list[int], packed_length: int, seed: int) -> None:
+    """Best fit by looking at every sequence; of several with the same room, the one begun first."""
+    rng = np.random.default_rng((seed, 0))
+    shuffled = rng.permutation(len(lengths))
+    needs = {d: min(lengths[d], packed_length) for d in range(len(lengths))}
+    noise = rng.uniform(0.9, 1.1, size=len(lengths)).tolist()
+    noisy = {int(d): needs[d] * factor for d, factor in zip(shuffled, noise, strict=True)}
+    rows: list[list[int]] = []
+    for document in sorted((int(d) for d in shuffled), key=lambda d: -noisy[d]):
+        rooms = [packed_length - sum(needs[d] for d in row) - needs[document] for row in rows]
+        fitting = [(room, row) for row, room in enumerate(rooms) if room >= 0]
+        if fitting:
+            rows[min(fitting)[1]].append(document)
+        else:
+            rows.append([document])
+    wanted = [rows[row] for row in rng.permutation(len(rows))]
+    assert pack_rows(lengths, packed_length, seed, 0) == wanted
 
 
 @settings(max_examples=40, deadline=None)

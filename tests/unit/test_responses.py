@@ -20,6 +20,7 @@ import pytest
 from spectrain.config.data_schema import SamplingConfig
 from spectrain.data.prompts import Conversation
 from spectrain.data.responses import Response, ResponseStore, Sampling, resolve_sampling, response_key
+from spectrain.data.string_column import Strings
 from spectrain.errors import InputError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -331,3 +332,24 @@ def test_killed_at_any_moment_nothing_is_lost_or_doubled(tmp_path: Path) -> None
     assert contents(store.load([response.key for response in expected])) == contents(expected)
     rows = [key for path in folder.glob("*") for key in pq.ParquetFile(path).read(["key"])["key"].to_pylist()]
     assert sorted(rows) == sorted(response.key for response in expected)
+
+
+def test_responses_are_counted_without_being_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that a kill left in two parts counts once; those that nobody asked for do not count."""
+    store = ResponseStore(tmp_path)
+    made = [make_response(n, n + 1, finish_reason="length" if n % 3 == 0 else "stop") for n in range(9)]
+    store.append(made[:4])
+    store.append(made[4:])
+    other = ResponseStore(tmp_path / "other")
+    repeated = other.append([dataclasses.replace(made[2], loss_mask=np.ones(3, dtype=np.uint8)), made[5]])
+    assert repeated is not None
+    repeated.rename(tmp_path / repeated.name.replace("part-00000", "part-00002"))
+    asked = [response for number, response in enumerate(made) if number not in (0, 7)]
+    monkeypatch.setattr(ResponseStore, "load", lambda *_: pytest.fail("loads responses"))
+    assert store.counts(Strings(response.key for response in asked)) == {
+        "generated_tokens": sum(int(response.loss_mask.sum()) for response in asked),
+        "tokens": sum(len(response.input_ids) for response in asked),
+        "cut_off": sum(response.finish_reason == "length" for response in asked),
+    }
+    assert set(store.key_column()) == store.keys() == {response.key for response in made}
+    assert store.counts(Strings()) == {"generated_tokens": 0, "tokens": 0, "cut_off": 0}

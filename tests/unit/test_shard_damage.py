@@ -131,3 +131,27 @@ def test_a_changed_bit_of_the_index_is_found(store: Path) -> None:
     (store / "index.copy.json").write_text(json.dumps(index))
     with pytest.raises(InputError, match=r"index\.json has changed since it was written"):
         StoredHiddenStates(store)
+
+
+def test_what_was_digested_when_it_was_written_is_not_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, range(2))
+    # The last one, which is so new that a change since would not show, is not believed.
+    assert [shard.path.name for shard in unverified(tmp_path, StoredHiddenStates(tmp_path).shards)] == NAMES[:1]
+    monkeypatch.setattr(FileState, "settled", True)
+    assert write(tmp_path, range(6)) == [2, 3, 4, 5]
+    assert [shard.path.name for shard in unverified(tmp_path, StoredHiddenStates(tmp_path).shards)] == NAMES[:1]
+    flip(tmp_path / NAMES[1], -1)
+    assert [shard.path.name for shard in unverified(tmp_path, StoredHiddenStates(tmp_path).shards)] == NAMES[:2]
+    assert damage(tmp_path) == {NAMES[1]}
+
+
+def test_each_of_several_damaged_shards_is_named_whoever_reads_it(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spectrain.data.shard_damage.available_cores", lambda: [0, 1, 2, 3])
+    for name in (NAMES[0], NAMES[2]):
+        flip(store / name, -1)
+    shards, read = StoredHiddenStates(store).shards, []
+    found = damaged_shards(store, shards, read.append)
+    assert set(found) == {NAMES[0], NAMES[2]} and all(name in problem for name, problem in found.items())
+    assert sum(read) == sum(shard.record.bytes for shard in shards)
