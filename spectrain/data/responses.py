@@ -301,6 +301,12 @@ def _rows(table: pa.Table) -> list[dict[str, Any]]:
     return rows
 
 
+def response_of_row(table: pa.Table, split: str | None = None) -> Response:
+    """The response of a table of one row; ``split``: other than that it was stored with."""
+    (row,) = _rows(table)
+    return _from_row(row, split)
+
+
 def _from_row(row: dict[str, Any], split: str | None) -> Response:
     conversation = Conversation(
         id=row["id"],

@@ -24,7 +24,7 @@ batch, A taps.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +41,7 @@ from spectrain.data.loss_mask import predicts_generated
 from spectrain.data.prompts import Conversation
 from spectrain.data.responses import Response, Sampling, response_key
 from spectrain.data.state_types import as_stored
+from spectrain.data.stored_responses import longest_first
 from spectrain.decoding.sampling import SamplingParams, sample, truncated_log_probs
 from spectrain.engines.check_states import check_states
 from spectrain.engines.conversations import Dialogue, Turns
@@ -210,9 +211,8 @@ def capture_states(
     run. So a capture that goes on after an interruption computes every document in the company, and to the bit, that it
     would have had without.
     """
-    ordered = sorted(responses, key=lambda response: (-len(response.input_ids), response.key))
     checked = False
-    for batch in _batches(ordered, 1 if target.spec.hybrid else batch_tokens):
+    for batch in _batches(longest_first(responses), 1 if target.spec.hybrid else batch_tokens):
         if all(response.key in stored for response in batch):
             continue
         states = _capture_batch(target, head, batch, tap_ids, kv_layers, states_dtype)
@@ -222,7 +222,7 @@ def capture_states(
         yield from (document for document in states if document.key not in stored)
 
 
-def _batches(responses: Sequence[Response], batch_tokens: int) -> Iterator[list[Response]]:
+def _batches(responses: Iterable[Response], batch_tokens: int) -> Iterator[list[Response]]:
     """Neighbours, of ``batch_tokens`` together at most; a longer document is a batch by itself."""
     batch: list[Response] = []
     tokens = 0

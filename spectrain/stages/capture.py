@@ -8,13 +8,17 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
+import numpy as np
+
 from spectrain import signals
 from spectrain.console import ProgressBar, say
 from spectrain.data.asked_documents import Asked
 from spectrain.data.hidden_states import StoredHiddenStates, bytes_per_token
 from spectrain.data.hidden_states_writer import HiddenStatesWriter
-from spectrain.data.responses import Response, ResponseStore, further_documents
+from spectrain.data.responses import ResponseStore, further_documents
 from spectrain.data.shard_damage import damaged_shards, stored_key_column, take_out, unverified
+from spectrain.data.stored_responses import StoredResponses
+from spectrain.data.string_column import Strings
 from spectrain.errors import InputError, RunError
 from spectrain.stages import array_tasks
 from spectrain.stages.context import Context
@@ -29,11 +33,11 @@ def decide(context: Context) -> Decision:
         stored = stored_key_column(context.data_dir.hidden_states)
         return "" if stored.hold(asked.keys) else "outputs are missing"
 
-    asked = asked_documents(context)
+    asked = asked_columns(context)
     return context.data_dir.decide("capture", Inputs(fixed_inputs(context), _growing(asked)), lacking)
 
 
-def asked_documents(context: Context) -> Asked:
+def asked_columns(context: Context) -> Asked:
     """Every document of the responses that this configuration asks for."""
     return context.asked.with_further(ResponseStore(context.data_dir.responses).key_column())
 
@@ -51,7 +55,7 @@ def fixed_inputs(context: Context) -> dict[str, object]:
 
 
 def growing_inputs(context: Context) -> dict[str, object]:
-    return _growing(asked_documents(context))
+    return _growing(asked_columns(context))
 
 
 def _growing(asked: Asked) -> dict[str, object]:
@@ -67,12 +71,11 @@ def capture(context: Context) -> None:
         return
     run_dir = context.data_dir
     with run_dir.running(decision) as outputs:
-        asked = dict(asked_documents(context).splits())
-        responses = ResponseStore(run_dir.responses).load(list(asked), asked)
+        responses = StoredResponses(ResponseStore(run_dir.responses), asked_columns(context))
         meta = context.store_meta()
-        tokens = sum(len(response.input_ids) for response in responses)
         # Buffers need be no larger than all that there is.
-        shard_bytes = min(context.config.hidden_states.shard_bytes, tokens * bytes_per_token(meta))
+        total_bytes = int(responses.lengths_D.sum()) * bytes_per_token(meta)
+        shard_bytes = min(context.config.hidden_states.shard_bytes, total_bytes)
         with HiddenStatesWriter(run_dir.hidden_states, meta, shard_bytes) as writer:
             if array_tasks.has_work(context):
                 array_tasks.merge_states(context, writer, fixed_inputs(context))
@@ -91,21 +94,22 @@ def capture(context: Context) -> None:
     )
 
 
-def _capture(context: Context, writer: HiddenStatesWriter, responses: list[Response], shard_bytes: int) -> None:
+def _capture(context: Context, writer: HiddenStatesWriter, responses: StoredResponses, shard_bytes: int) -> None:
     """What the writer's store lacks."""
     stored = writer.done_keys()
-    todo = [response for response in responses if response.key not in stored]
-    if not todo:
+    missing = Strings(stored).places_of(responses.asked.keys) < 0
+    if not missing.any():
         return
-    total, left = (sum(len(response.input_ids) for response in some) for some in (responses, todo))
+    total, left = int(responses.lengths_D.sum()), int(responses.lengths_D[missing].sum())
 
     def keep() -> str:
         writer.flush()
-        kept = len(writer.done_keys() & context.splits.keys())
+        kept = int((Strings(writer.done_keys()).places_of(context.asked.keys) >= 0).sum())
         return f"hidden states of {kept} of {len(responses)} documents are stored; {signals.CONTINUES}"
 
     with signals.keeping(keep), ProgressBar("capture", total=total, unit="tokens", done=total - left) as bar:
         if context.config.engine.name != "hf":
+            todo = [responses[number] for number in np.flatnonzero(missing).tolist()]
             context.capturing.shards(writer, todo, shard_bytes, bar.advance)
             return
         layers = context.kv_layers
@@ -165,7 +169,7 @@ def documents(context: Context) -> tuple[StoredHiddenStates, list[int], list[int
     """
     store = StoredHiddenStates(context.data_dir.hidden_states)
     store.check(_identity(context, context.taps, context.kv_layers))
-    asked = asked_documents(context)
+    asked = asked_columns(context)
     numbers_D = store.keys.places_of(asked.keys)
     if (numbers_D < 0).any():
         raise InputError(

@@ -5,11 +5,11 @@ training step, by the number of documents.
 
 For 10^3, 10^4 … documents up to the number given, a run directory of a tiny target is filled with what a run would have
 written: a prompt file, responses of 48 tokens in parts of 256, as `generate` writes them, and hidden states in shards
-of 512 documents. `generate` finds prompts alone, `capture` responses, too, `fit` all of it. Token columns are written; hidden states are zeros in sparse files, so they have a size and a
-checksum and take no disk. Then each command runs in a process of its own and ends where the target or the trainer would
-begin. Seconds are from the process's start, imports and checks included, and of the processor; memory is the greatest
-resident set (all of it, mapped files too) and, at the end, what is the process's own. "a document" is the difference to
-the smallest run.
+of 512 documents. `generate` finds prompts alone, `capture` responses, too, `fit` all of it. Token columns are written;
+hidden states are zeros in sparse files, so they have a size and a checksum and take no disk. Then each command runs in
+a process of its own and ends where the target or the trainer would begin. Seconds are from the process's start, imports
+and checks included, and of the processor; memory is the greatest resident set (all of it, mapped files too) and, at the
+end, what is the process's own. "a document" is the difference to the smallest run.
 """
 
 from __future__ import annotations

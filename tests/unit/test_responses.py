@@ -18,8 +18,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from spectrain.config.data_schema import SamplingConfig
+from spectrain.data.asked_documents import Asked
 from spectrain.data.prompts import Conversation
 from spectrain.data.responses import Response, ResponseStore, Sampling, resolve_sampling, response_key
+from spectrain.data.stored_responses import StoredResponses, longest_first
 from spectrain.data.string_column import Strings
 from spectrain.errors import InputError
 
@@ -353,3 +355,21 @@ def test_responses_are_counted_without_being_loaded(tmp_path: Path, monkeypatch:
     }
     assert set(store.key_column()) == store.keys() == {response.key for response in made}
     assert store.counts(Strings()) == {"generated_tokens": 0, "tokens": 0, "cut_off": 0}
+
+
+def test_responses_are_read_when_they_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spectrain.data.stored_responses._KEPT_PARTS", 1)
+    store, lengths = ResponseStore(tmp_path), [4, 9, 4, 1, 12, 7]
+    made = [make_response(number, length) for number, length in enumerate(lengths)]
+    for part in (made[:2], made[2:5], made[5:]):
+        store.append(part)
+    keys = [made[number].key for number in (5, 0, 4, 2, 1)]
+    asked = Asked.of(keys[:3], keys[3:])
+    responses, splits = StoredResponses(store, asked), dict(asked.splits())
+    assert contents(list(responses)) == contents(store.load(keys, splits))
+    assert content(responses[-2]) == contents(responses[3:4])[0] == contents(store.load(keys, splits))[3]
+    assert responses.lengths_D.tolist() == [7, 4, 12, 4, 9]
+    assert [r.key for r in longest_first(responses)] == [r.key for r in longest_first(list(responses))]
+    assert [len(r.input_ids) for r in longest_first(responses)] == [12, 9, 7, 4, 4]
+    with pytest.raises(InputError, match="lacks 1 of 2 responses"):
+        StoredResponses(store, Asked.of([made[3].key, "none"], []))
