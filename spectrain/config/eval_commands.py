@@ -99,7 +99,7 @@ _SIMULATE = replace(
 _SERVING = replace(
     EVAL,
     name="eval serving",
-    summary="measure vLLM's server as its clients see it, with and without speculation",
+    summary="vLLM's server as its clients see it, with and without speculation",
     detail="Starts vLLM's servers as `spectrain serve` would, with the drafter and without speculation, and lets "
     "vLLM's benchmark client ask them a suite's prompts: so many at a time, or so many a second. Tokens a second, time "
     "to the first token and for each further one, and how many answers keep the limits. Goes on where it was stopped.",
@@ -120,7 +120,7 @@ _SERVING = replace(
 _COMPARE = replace(
     EVAL,
     name="eval compare",
-    summary="compare records, folders of records, runs or published drafters, with paired intervals",
+    summary="compare records, runs or published drafters, with paired intervals",
     detail="Shows what two or more measured, side by side, over the prompts that both answered. Records that were "
     "measured under other conditions are refused by what differs.",
     function="spectrain.cli:compare_records",

@@ -46,15 +46,21 @@ class ServingConfig(Section, name="serving"):
     )
     limit_ttft_s: float | None = key(
         None,
-        "an answer is good if its first token comes within so many seconds",
+        "an answer is good if its first token comes within so many seconds; null: whenever it comes",
         above=0,
         at_most=_LONGEST_S,
         example="0.5",
     )
     limit_tpot_s: float | None = key(
-        None, "and each further one within so many, on average", above=0, at_most=_LONGEST_S, example="0.05"
+        None,
+        "and each further one within so many, on average; null: no limit",
+        above=0,
+        at_most=_LONGEST_S,
+        example="0.05",
     )
-    limit_latency_s: float | None = key(None, "and all of it within so many", above=0, at_most=_LONGEST_S, example="10")
+    limit_latency_s: float | None = key(
+        None, "and all of it within so many; null: no limit", above=0, at_most=_LONGEST_S, example="10"
+    )
 
     def _check(self) -> None:
         for name in ("methods", "concurrency", "request_rates"):
