@@ -16,9 +16,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
-from spectrain.data.hidden_states import HiddenStateSource, StoredHiddenStates
+from spectrain.data.hidden_states import HiddenStateSource, ShardFile, StoredHiddenStates
+from spectrain.errors import InputError
 
 _BLOCK_TOKENS = 1 << 16
 
@@ -59,6 +61,15 @@ def document_tokens(source: HiddenStateSource, number: int) -> tuple[Tensor, Ten
     return states.input_ids, states.loss_mask
 
 
+def _token_columns(shard: ShardFile) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
+    """(ids, loss mask) of all tokens of a shard, read without its hidden states and without keeping its map."""
+    with shard.open("numpy") as file:
+        try:
+            return file.get_tensor("input_ids"), file.get_tensor("loss_mask").astype(bool)
+        except SafetensorError as error:
+            raise InputError(f"{shard.path} has no token columns ({error}): run `spectrain capture` again") from error
+
+
 def _blocks_of_shards(store: StoredHiddenStates, numbers_D: npt.NDArray[np.int64]) -> Iterator[TokenBlock]:
     table = store.documents
     # By shard, and in it as they lie there.
@@ -66,7 +77,7 @@ def _blocks_of_shards(store: StoredHiddenStates, numbers_D: npt.NDArray[np.int64
     shards_D = table.shards[numbers_D[order_D]]
     for indices_D in np.split(order_D, np.flatnonzero(np.diff(shards_D)) + 1) if len(order_D) else ():
         own_D = numbers_D[indices_D]
-        ids_T, generated_T = store.shards[int(table.shards[own_D[0]])].token_columns()
+        ids_T, generated_T = _token_columns(store.shards[int(table.shards[own_D[0]])])
         lengths_D = table.lengths[own_D]
         within_T = np.arange(lengths_D.sum()) - np.repeat(np.cumsum(lengths_D) - lengths_D, lengths_D)
         rows_T = np.repeat(table.starts[own_D], lengths_D) + within_T

@@ -310,11 +310,6 @@ class ShardFile:
             raise InputError(f"{self.path} does not hold the documents that the index names: {_SHARD_ADVICE}")
         return listed
 
-    def token_columns(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
-        """(ids, loss mask) of all tokens, read without the hidden states and without keeping the map."""
-        with self.open("numpy") as file:
-            return file.get_tensor("input_ids"), file.get_tensor("loss_mask").astype(bool)
-
     def documents(self, number: int) -> list[StoredDocument]:
         """The documents of this shard, which is the ``number``-th, one by one. Errors as ``listing``."""
         return self.listing().documents(number)

@@ -15,11 +15,11 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
+from pyarrow import feather
 
 from spectrain.config.folders import prompt_roots
 from spectrain.config.schema import SpectrainConfig
@@ -29,13 +29,13 @@ from spectrain.data.prompt_screening import PromptScreen
 from spectrain.data.prompts import Conversation, PromptSplit
 from spectrain.data.string_column import Strings
 from spectrain.errors import RunError
-from spectrain.files import FileState, digest_strings, replacing
+from spectrain.files import FileState, digest_strings, replacing, with_digest
 from spectrain.stages.select_prompts import DrawnPrompts, run_prompts, stored_files, stored_selection
 
 if TYPE_CHECKING:
     from spectrain.stages.context import Context
 
-KNOWN_NAME = "known_prompts.parquet"
+KNOWN_NAME = "known_prompts.arrow"
 _VERSION = 1
 _COUNTS = ("samples", "repeated", "too_long", "rejected", "alike")
 
@@ -115,13 +115,21 @@ def find_known(config: SpectrainConfig, run_dir: Path) -> KnownPrompts | None:
     if not path.is_file():
         return None
     files = _files(config, run_dir)
-    with suppress(pa.ArrowException, OSError, ValueError, KeyError, TypeError):  # made again
-        table = pq.read_table(path, schema=_SCHEMA)
-        facts = json.loads(table.schema.metadata[b"spectrain"])
+    with suppress(pa.ArrowException, OSError, ValueError, KeyError, TypeError):  # damaged: made again
+        table = feather.read_table(path, memory_map=False)
+        facts = _facts(table)
         keys, heldout_D = Strings(table["key"]), np.asarray(table["heldout"]).astype(bool)
-        if files is not None and facts["files"] == files[0] and facts["digest"] == _digest(keys, heldout_D):
+        if files is not None and facts["files"] == files[0] and facts["keys"] == _digest(keys, heldout_D):
             return KnownPrompts(Asked(keys, heldout_D), facts["target"], facts["named"], facts["counts"], files[1])
     return None
+
+
+def _facts(table: pa.Table) -> dict[str, Any]:
+    """What is noted beside the keys. Raises ValueError where that is not what was written."""
+    found: dict[str, Any] = json.loads(table.schema.metadata[b"spectrain"])
+    if with_digest(found) != found:
+        raise ValueError("its digest differs")
+    return found
 
 
 def remember(context: Context) -> None:
@@ -137,15 +145,16 @@ def remember(context: Context) -> None:
         "target": target_digest(context),
         "named": context.named_prompts,
         "counts": {name: getattr(prompts, name) for name in _COUNTS},
-        "digest": _digest(asked.keys, asked.heldout_D),
+        "keys": _digest(asked.keys, asked.heldout_D),
     }
-    table = pa.table([asked.keys.array, pa.array(asked.heldout_D)], schema=_SCHEMA)
+    facts, path = with_digest(facts), context.data_dir.path / KNOWN_NAME
+    with suppress(pa.ArrowException, OSError, ValueError, KeyError, TypeError):
+        if _facts(feather.read_table(path, memory_map=False)) == facts:
+            return
+    table = pa.table({"key": asked.keys.array, "heldout": asked.heldout_D})
     table = table.replace_schema_metadata({"spectrain": json.dumps(facts)})
-    with replacing(context.data_dir.path / KNOWN_NAME, "what is known of the prompts") as partial:
-        pq.write_table(table, partial, compression="zstd")
-
-
-_SCHEMA = pa.schema([("key", pa.string()), ("heldout", pa.bool_())])
+    with replacing(path, "what is known of the prompts") as partial:
+        feather.write_feather(table, str(partial), compression="zstd")
 
 
 def _files(config: SpectrainConfig, run_dir: Path, settled: bool = False) -> tuple[str, DrawnPrompts | None] | None:
@@ -179,6 +188,6 @@ def target_digest(context: Context) -> str:
 
 def _digest(keys: Strings, heldout_D: np.ndarray) -> str:
     digest = hashlib.sha256(heldout_D.tobytes())
-    for buffer in pa.concat_arrays([keys.array]).buffers()[1:]:
-        digest.update(buffer)
+    for key in keys:
+        digest.update(f"{key}\n".encode())
     return digest.hexdigest()

@@ -32,7 +32,8 @@ def spectrain(arguments, run_dir, capsys):
 
 
 def times(folder):
-    unimportant = (".lock", "verified.json")  # the latter says what was read, not what is there
+    # The latter two say what was read, not what is there.
+    unimportant = (".lock", "verified.json", "known_prompts.arrow")
     return {
         path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file() and path.name not in unimportant
     }
