@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -57,7 +58,7 @@ class Asked:
         """As ``files.digest_strings`` of the list of ``splits``."""
         digest, pairs, first = hashlib.sha256(), self.splits(), True
         digest.update(b"[")
-        while chunk := [pair for pair, _ in zip(pairs, range(_CHUNK), strict=False)]:
+        while chunk := list(islice(pairs, _CHUNK)):
             text = json.dumps(chunk, ensure_ascii=False)[1:-1]
             digest.update((text if first else f", {text}").encode())
             first = False

@@ -151,7 +151,8 @@ class HiddenStatesWriter:
         """
         digests = {record.file: record.sha256 for record in self._shards}
         settled = {name: state for name, state in self._digested.items() if state.settled}
-        remember_verified(self.folder, {name: [*state, digests[name]] for name, state in settled.items()})
+        if settled:
+            remember_verified(self.folder, {name: [*state, digests[name]] for name, state in settled.items()})
 
     def _remove_leftovers(self) -> None:
         remove_partials(self.folder)

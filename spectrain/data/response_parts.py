@@ -112,7 +112,8 @@ def count_responses(parts: Sequence[Path], keys: Strings) -> dict[str, int]:
     for path in parts:
         table = read_part(path, ["key", "finish_reason", "loss_mask"])
         place_D = keys.places_of(Strings(table["key"]))
-        own_D = (place_D >= 0) & ~found[place_D]
+        own_D = place_D >= 0
+        own_D[own_D] = ~found[place_D[own_D]]
         found[place_D[own_D]] = True
         table = table.filter(pa.array(own_D))
         mask = table["loss_mask"].combine_chunks()

@@ -343,8 +343,8 @@ MUTATIONS = (
     Mutation(
         "a response that is stored twice counts twice",
         DATA + "response_parts.py",
-        " & ~found[place_D]",
-        "",
+        "own_D[own_D] = ~found[place_D[own_D]]",
+        "pass",
         (RESPONSES,),
     ),
     Mutation(

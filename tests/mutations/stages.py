@@ -167,9 +167,9 @@ MUTATIONS = (
     ),
     Mutation(
         "held-out responses that became training ones change nothing",
-        STAGES + "capture.py",
-        "digest_strings(list(asked.items()))",
-        "digest_strings(list(asked))",
+        "spectrain/data/asked_documents.py",
+        "text = json.dumps(chunk, ensure_ascii=False)[1:-1]",
+        "text = json.dumps([key for key, _ in chunk], ensure_ascii=False)[1:-1]",
         (INPUTS,),
     ),
     Mutation(
@@ -181,9 +181,9 @@ MUTATIONS = (
     ),
     Mutation(
         "other prompts, as many as before, are the same ones",
-        STAGES + "generate.py",
-        "digest_strings([conversation.prompt_digest() for conversation in conversations])",
-        "digest_strings([conversation.id for conversation in conversations])",
+        STAGES + "context.py",
+        "digest_strings([prompt.prompt_digest() for prompt in prompts])",
+        "digest_strings([prompt.id for prompt in prompts])",
         (INPUTS,),
     ),
     Mutation(

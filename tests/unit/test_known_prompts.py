@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from pyarrow import feather
 from workplace import make
@@ -13,6 +14,7 @@ from workplace import make
 from spectrain.config.commands import COMMANDS
 from spectrain.config.loading import compose
 from spectrain.data import prompts
+from spectrain.data.responses import Response, ResponseStore
 from spectrain.files import FileState
 from spectrain.stages import known_prompts
 from spectrain.stages.checks import prepare
@@ -26,7 +28,7 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture
 def begun(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run directory in which a command has begun, its prompt files copied beside it."""
+    """A run directory in which prompts were answered, its prompt files copied beside it."""
     monkeypatch.setattr(FileState, "settled", True)
     for name in ("train", "heldout"):
         source = next(Path(a.partition("=")[2]) for a in arguments if a.startswith(f"data.{name}="))
@@ -35,6 +37,14 @@ def begun(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert context.known is None
     with context.run_dir.locked():
         context.open_run_dir()
+    tokens = {"input_ids": np.arange(3, dtype=np.int32), "loss_mask": np.array([0, 1, 1], dtype=np.uint8)}
+    conversations = [*context.prompts.train, *context.prompts.heldout]
+    ResponseStore(context.run_dir.responses).append(
+        [
+            Response(c, **tokens, finish_reason="stop", sampling=context.sampling, domain=None, split=split, key=key)
+            for c, (key, split) in zip(conversations, context.splits.items(), strict=True)
+        ]
+    )
     return tmp_path
 
 
@@ -54,7 +64,7 @@ def test_what_is_remembered_is_what_is_read(arguments: list[str], begun: Path, m
     with monkeypatch.context() as nobody:
         nobody.setattr(prompts, "load_prompts", lambda path: pytest.fail("reads prompts"))
         nobody.setattr(known_prompts, "run_prompts", lambda *_, **__: pytest.fail("reads prompts"))
-        known = prepared(arguments, begun, command="fit")
+        known = prepared(arguments, begun)
         assert known.known is not None
         assert facts(known) == facts(read)
     assert list(known.prompts.train) == list(read.prompts.train)
