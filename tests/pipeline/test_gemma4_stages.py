@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -180,8 +181,8 @@ def test_it_is_published_as_the_assistant_that_it_is(finished: Path) -> None:
     assert cli.main(["publish", *asked, "publish.dry_run=true", "publish.unverified=true"]) == 0
     folder = finished / "publish"
     card = (folder / "README.md").read_text(encoding="utf-8")
-    speculation = '{"model": "org/assistant", "num_speculative_tokens": 3}'
-    assert f"vllm serve org/tiny --speculative-config '{speculation}'" in card
+    speculation = r'{"model": "org/assistant", "num_speculative_tokens": [1-3]}'  # what its evaluations recommend
+    assert re.search(f"^vllm serve org/tiny --speculative-config '{speculation}'$", card, re.MULTILINE)
     assert "library_name: transformers" in card and "base_model: org/tiny" in card
     assert not [
         path for path in folder.rglob("*") if path.is_file() and str(finished.parent).encode() in path.read_bytes()
