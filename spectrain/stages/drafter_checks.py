@@ -146,7 +146,7 @@ def check_lossless(config: SpectrainConfig, command: Command) -> None:
     seeds = config.suite.lossless_seeds
     if not command.measures or not seeds:
         return
-    if command.sweeps or command.name != "eval":
+    if command.name not in ("eval", "run"):
         raise ConfigError(f"suite.lossless_seeds={seeds}: {command.name} does not draw them, use spectrain eval")
     if config.decoding.temperature == 0:
         raise ConfigError(
