@@ -23,13 +23,12 @@ from spectrain.errors import ConfigError, InputError
 from spectrain.files import bytes_text, free_bytes, mount_point
 from spectrain.stages.drafter_checks import (
     check_attention,
-    check_baselines,
     check_continued,
     check_dimensions,
     check_drafter_folder,
     check_kind,
-    check_lossless,
     check_measured,
+    check_measurement,
 )
 from spectrain.stages.run_dir import RunDir, work_dir
 from spectrain.stages.target_checks import check_at_work, check_strategy, check_trackers, check_trackers_answer
@@ -55,8 +54,6 @@ def check_config(config: SpectrainConfig, command: Command, given: Set[str] = fr
         raise ConfigError("run.dir is empty: name the folder of the run")
     if command.measures and not config.suite.source:
         raise ConfigError("suite.prompts is empty: name a JSON-lines file, as in suite=jsonl suite.prompts=FILE.jsonl")
-    if command.measures and not command.sweeps and config.suite.execute_code and config.suite.grading != "tests":
-        raise ConfigError(f"suite.execute_code=true: suite {config.suite.name} is not graded by tests, leave it out")
     if command.needs_prompts and not config.data.source:
         raise ConfigError("no prompts are chosen: add data=support, or data=jsonl data.train=FILE.jsonl")
     if config.run.tasks > 1 and command.name not in ("generate", "capture", "plan"):
@@ -65,9 +62,7 @@ def check_config(config: SpectrainConfig, command: Command, given: Set[str] = fr
             f"run.tasks out, and it takes over what they have made"
         )
     _check_lengths(config, command)
-    if command.measures:
-        check_baselines(config, config.suite.baselines)
-    check_lossless(config, command)
+    check_measurement(config, command)
     check_trackers(config)
     check_strategy(config, command)
     _check_engine(config, command)

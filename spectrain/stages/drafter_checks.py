@@ -141,12 +141,23 @@ def check_baselines(config: SpectrainConfig, names: Collection[str]) -> None:
         )
 
 
-def check_lossless(config: SpectrainConfig, command: Command) -> None:
-    """ConfigError where the check is asked for and cannot be made."""
+def check_measurement(config: SpectrainConfig, command: Command) -> None:
+    """What a command that decodes a suite compares, grades and tests can be had."""
+    if command.measures:
+        check_baselines(config, config.suite.baselines)
+        if not command.sweeps and config.suite.execute_code and config.suite.grading != "tests":
+            raise ConfigError(
+                f"suite.execute_code=true: suite {config.suite.name} is not graded by tests, leave it out"
+            )
+        _check_lossless(config, command)
+
+
+def _check_lossless(config: SpectrainConfig, command: Command) -> None:
+    """The test of sampled outputs can be made where it is asked for."""
     seeds = config.suite.lossless_seeds
-    if not command.measures or not seeds:
+    if not seeds:
         return
-    if command.sweeps or command.name != "eval":
+    if command.name not in ("eval", "run"):
         raise ConfigError(f"suite.lossless_seeds={seeds}: {command.name} does not draw them, use spectrain eval")
     if config.decoding.temperature == 0:
         raise ConfigError(

@@ -135,9 +135,10 @@ class BenchClient:
         return reply
 
     def close(self) -> None:
-        """End it. Safe to call twice."""
+        """End it."""
         self._process.kill()  # what is under way is of no use
         self._process.communicate()
+        os.close(self._results)
         self._takes_back()
 
 
