@@ -270,7 +270,7 @@ def _end() -> None:
     assert _came is not None
     long = f"{signal.Signals(_came).name}: finishing what is under way; another signal ends the command without it"
     notice = _after(_came_s + _LIMIT_S, _say, long)
-    _apart.wait(_together_s)
+    _wait_for_the_others()
     number = _agreed or _came
     if _follows:
         _wait_for_leader(number)
@@ -278,6 +278,14 @@ def _end() -> None:
         _exit("")
     _number = number
     _end_leader(signal.Signals(number).name, notice)
+
+
+def _wait_for_the_others() -> None:
+    """Until all end together, or this process has to end alone: nobody met it for long, or its leader has ended."""
+    end_s = time.monotonic() + (_together_s or 0.0)
+    while not _apart.wait(0.05) and time.monotonic() < end_s:
+        if _leader is not None and not _leader.is_running():
+            return
 
 
 def _wait_for_leader(number: int) -> None:

@@ -34,7 +34,8 @@ class ServedDrafter:
             if self._copy is None:
                 yield drafter
                 return
+            device = next(drafter.parameters()).device
             with self._copy.lent(p.detach().to(self.dtype) for p in drafter.parameters()) as served:
-                yield served.eval()
+                yield served.to(device).eval()  # buffers, too: the copy was made before the drafter was moved
         finally:
             drafter.train()

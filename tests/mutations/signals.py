@@ -65,15 +65,15 @@ MUTATIONS = (
     Mutation(
         "a signal does not wait for those who work together",
         "spectrain/signals.py",
-        "    _apart.wait(_together_s)\n",
+        "    _wait_for_the_others()\n",
         "",
         (f"{SIGNALS}::test_those_who_work_together_end_where_they_meet_whoever_was_asked",),
     ),
     Mutation(
         "whoever is met by nobody waits for ever",
         "spectrain/signals.py",
-        "    _apart.wait(_together_s)\n",
-        "    _apart.wait()\n",
+        "_apart.wait(0.05) and time.monotonic() < end_s:",
+        "_apart.wait(0.05):",
         (f"{SIGNALS}::test_a_leader_whom_nobody_meets_keeps_what_it_has_by_itself",),
     ),
     Mutation(
