@@ -63,6 +63,15 @@ def remove_leftovers(states_folder: Path) -> None:
     shutil.rmtree(states_folder / FOLDER, ignore_errors=True)
 
 
+def raise_if_given_up(folder: Path) -> None:
+    """Raise ``RunError`` if a writer of ``folder`` has given up."""
+    for path in sorted(folder.glob(f"*{ERROR_SUFFIX}")):
+        reason = (
+            path.read_text(encoding="utf-8") or "not even the reason could be written, see whether the disk is full"
+        )
+        raise RunError(f"hidden states from vLLM could not be written to {folder}: {reason}")
+
+
 class Session:
     """The folder that one vLLM writes into. It stays when vLLM ends: what is in it is adopted, then or later."""
 
@@ -78,11 +87,7 @@ class Session:
 
     def check(self) -> None:
         """Raise ``RunError`` if a writer gave up."""
-        for path in sorted(self.folder.glob(f"*{ERROR_SUFFIX}")):
-            reason = (
-                path.read_text(encoding="utf-8") or "not even the reason could be written, see whether the disk is full"
-            )
-            raise RunError(f"hidden states from vLLM could not be written to {self.folder}: {reason}")
+        raise_if_given_up(self.folder)
 
     def shards(self) -> list[Path]:
         return sorted(self.folder.glob("*.safetensors"))
