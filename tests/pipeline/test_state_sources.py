@@ -85,7 +85,7 @@ def test_the_whole_pipeline_and_the_same_command_again(arguments, finished, tmp_
     """What simulation predicts of the suite is in the records, though nothing is stored."""
     command = ["run", *arguments, f"run.dir={tmp_path / 'run'}", "states.source=inprocess"]
     assert cli.main(command) == 0
-    assert (tmp_path / "run/report.html").is_file()
+    assert "states.source=inprocess" in (tmp_path / "run/report.html").read_text()
     simulated = [
         record.simulated_acceptance_length
         for folder in (tmp_path / "run", finished)
