@@ -27,7 +27,7 @@ from spectrain.data.hidden_states import ShardFile, StoreMeta, TargetStates
 from spectrain.data.hidden_states_shard import ShardBuffer
 from spectrain.data.responses import Response
 from spectrain.errors import InputError
-from spectrain.files import remove, remove_partials
+from spectrain.files import remove
 
 _SUMMED = "sum"  # in a file's metadata: the digest of what it holds
 
@@ -40,6 +40,7 @@ class KeptOnDisk:
         self._folder = folder / hashlib.sha256(identity.encode()).hexdigest()[:16]
         self._meta = meta
         self._budget = budget_bytes // rank[1]
+        self._rank = rank[0]
         self._checked: set[str] = set()
         self._own: OrderedDict[Path, int] = OrderedDict()  # oldest first: bytes
         self._bytes = 0
@@ -71,7 +72,10 @@ class KeptOnDisk:
         buffer = ShardBuffer(self._meta, 0)
         buffer.add(states)
         path.parent.mkdir(exist_ok=True)
-        buffer.write(path, {_SUMMED: _sum(as_read(states, self._meta))})
+        # Under a name of this rank's: another may be writing the same document.
+        written = path.with_name(f"{path.name}.{self._rank}")
+        buffer.write(written, {_SUMMED: _sum(as_read(states, self._meta))})
+        written.replace(path)
         self._checked.add(states.key)
         self._note(path)
         self._make_room()
@@ -103,8 +107,9 @@ class KeptOnDisk:
             self._note(path)
         self._make_room()
         if rank[0] == 0:
-            for folder in self._folder.iterdir():
-                remove_partials(folder)
+            for path in self._folder.glob("*/*"):
+                if path.suffix != ".safetensors":  # of processes that were killed
+                    path.unlink(missing_ok=True)
 
     def _note(self, path: Path) -> None:
         self._own[path] = path.stat().st_size

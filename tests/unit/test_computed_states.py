@@ -12,7 +12,7 @@ import torch
 from drafter_tools import HIDDEN, VOCAB
 from torch import Tensor
 
-from spectrain.data import computed_states
+from spectrain.data import computed_states, states_cache
 from spectrain.data.computed_states import ComputedHiddenStates, Keep, KeptInMemory
 from spectrain.data.hidden_states import StoredHiddenStates, StoreMeta, TargetStates
 from spectrain.data.hidden_states_writer import HiddenStatesWriter
@@ -260,6 +260,33 @@ def test_ranks_read_what_others_wrote_and_remove_their_own(tmp_path: Path) -> No
     # Each has half of the budget, and every file of an earlier training belongs to exactly one.
     keeps = [KeptOnDisk(tmp_path, meta, 1 << 20, (rank, 2)) for rank in range(2)]
     assert sorted(path for keep in keeps for path in keep._own) == sorted(tmp_path.rglob("*.safetensors"))
+
+
+def test_ranks_that_write_the_same_document_do_not_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each computes a whole batch, so both may have one at the same moment; what a kill leaves is removed."""
+    target = Target(make_meta())
+    keeps = [KeptOnDisk(tmp_path, target.meta, 1 << 20, (rank, 2)) for rank in range(2)]
+    states, write = states_of(make_responses()[0], target.meta), states_cache.ShardBuffer.write
+    written: list[Path] = []
+
+    def both(buffer: states_cache.ShardBuffer, path: Path, metadata: dict[str, str]) -> str:
+        written.append(path)
+        if len(written) == 1:  # the other one writes before this one is done
+            keeps[1].put(states)
+        return write(buffer, path, metadata)
+
+    monkeypatch.setattr(states_cache.ShardBuffer, "write", both)
+    keeps[0].put(states)
+    assert len(set(written)) == 2
+    (path,) = tmp_path.rglob("*.safetensors")
+    for keep in keeps:
+        found = keep.get(make_responses()[0])
+        assert found is not None
+        assert_same(found, states)
+    path.with_name(f"{path.name}.1").touch()
+    path.with_name(".tmp1").touch()
+    KeptOnDisk(tmp_path, target.meta, 1 << 20, (0, 2))
+    assert [file for file in tmp_path.rglob("*") if file.is_file()] == [path]
 
 
 def test_a_loader_says_what_comes_next_before_it_is_wanted() -> None:

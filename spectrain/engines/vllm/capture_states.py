@@ -139,9 +139,11 @@ class VLLMCapture:
         """
         plan = self.plan(meta, 1 << 26, apart=True)
         remove_leftovers(folder)
-        with self.running(plan, folder, "fit", map(_name_and_ids, responses)) as (client, session):
-            yield client
-        session.remove()
+        try:
+            with self.running(plan, folder, "fit", map(_name_and_ids, responses)) as (client, _):
+                yield client
+        finally:
+            remove_leftovers(folder)
 
     def plan(self, meta: StoreMeta, shard_bytes: int, apart: bool = False) -> CapturePlan:
         return CapturePlan(meta, self._spec.num_layers, shard_bytes, self._stock, apart)
