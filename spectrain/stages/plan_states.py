@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import torch
+
 from spectrain.config.schema import SpectrainConfig
 from spectrain.files import bytes_text, free_bytes
 from spectrain.stages.context import Context
+from spectrain.stages.target_size import target_bytes
 
 
 def bytes_on_disk(context: Context, states_bytes: int) -> int:
@@ -42,6 +45,13 @@ def disk_lines(context: Context, states_bytes: int, captures: bool) -> list[tupl
         lower = "hidden_states.dtype=int8, data.max_train, sampling.max_new_tokens or states.source=inprocess"
         lines.append(("", f"MORE THAN IS FREE: {lower} lower it"))
     return lines
+
+
+def target_beside(context: Context) -> float:
+    """Bytes of the target that lie on the device of each rank of ``fit``."""
+    if context.config.states_computed != "inprocess":
+        return 0.0
+    return target_bytes(context.spec, getattr(torch, context.dtype_name).itemsize)
 
 
 def engine_devices(config: SpectrainConfig) -> int:

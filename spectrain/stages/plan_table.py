@@ -20,7 +20,7 @@ from spectrain.stages.plan import (
     training_epochs,
     training_memory,
 )
-from spectrain.stages.plan_states import disk_lines, engine_devices
+from spectrain.stages.plan_states import disk_lines, engine_devices, target_beside
 from spectrain.stages.run_dir import Decision
 from spectrain.stages.select_prompts import PLANNED_CHARS
 from spectrain.stages.target_checks import memory_bytes
@@ -231,12 +231,14 @@ def _fitting(context: Context) -> list[str]:
     """Which strategies fit the device, and what to do where the chosen one does not."""
     there, name = _there(context)
     ranks, chosen = planned_ranks(context), context.config.trainer.strategy
-    peaks = {strategy: training_memory(context, strategy).peak for strategy in _strategies(ranks)}
+    beside = target_beside(context)
+    peaks = {strategy: training_memory(context, strategy).peak + beside for strategy in _strategies(ranks)}
+    with_target = ", the target beside it" if beside else ""
     lines = []
     for strategy, peak in peaks.items():
         fits = "fits" if peak <= there else "DOES NOT FIT"
         mark = " (trainer.strategy)" if strategy == chosen and ranks > 1 else ""
-        lines.append(f"{strategy} {fits} {name}: {bytes_text(peak)} of {bytes_text(there)}{mark}")
+        lines.append(f"{strategy} {fits} {name}: {bytes_text(peak)} of {bytes_text(there)}{with_target}{mark}")
     if peaks.get(chosen, peaks[STRATEGIES[0]]) > there:
         fitting = [strategy for strategy, peak in peaks.items() if peak <= there]
         others = f"choose trainer.strategy={fitting[0]}, or " if fitting else ""

@@ -131,9 +131,9 @@ def test_a_plan_shows_the_disk_that_hidden_states_take(arguments, tmp_path, caps
     for given in (["stored"], ["inprocess"], ["cached", "states.cache_bytes=1000000"]):
         more = [f"states.source={given[0]}", *given[1:], "plan.device=h100"]
         assert cli.main(["plan", *arguments, f"run.dir={tmp_path / 'run'}", *more]) == 0
-        shown[given[0]] = next(
-            line for line in capsys.readouterr().out.splitlines() if line.lstrip().startswith("disk")
-        )
+        out = capsys.readouterr().out
+        shown[given[0]] = next(line for line in out.splitlines() if line.lstrip().startswith("disk"))
+        assert ("the target beside it" in out) == (given[0] != "stored")  # engine=hf: computed by each rank
     assert "hidden states at most" in shown["stored"] and "states.cache_bytes" not in shown["stored"]
     assert "no hidden states" in shown["inprocess"]
     assert "1.0 MB of hidden states at most" in shown["cached"]
