@@ -57,9 +57,11 @@ class OnlineStates:
         self._send_expected()
 
     def ask(self, response: Response) -> list[TargetStates]:
-        with suppress(ValueError):
-            self._expected.remove(response)
-        request = self._request_of.get(response.key) or self._send(response)
+        request = self._request_of.get(response.key)
+        if request is None:
+            with suppress(ValueError):
+                self._expected.remove(response)
+            request = self._send(response)
         try:
             answer = self._await(request)
             states = read_document(answer, self._documents[request], self._plan)
