@@ -307,7 +307,7 @@ def _multirun(line: CommandLine, command: Command) -> None:
     for config in jobs:
         prepare(config, command, data_dir, fetch=False, given=given)
     if shared is not None and command.trains and not line.dry_run:
-        execute(COMMANDS["capture"], shared, given=given_keys(fixed))
+        execute(COMMANDS["generate" if shared.states_computed else "capture"], shared, given=given_keys(fixed))
     with tempfile.TemporaryDirectory() as scratch:
         job = SweepJob(command.name, line.dry_run, data_dir)
         multirun(line.overrides, job, Path(scratch) if line.dry_run else None)

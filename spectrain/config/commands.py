@@ -79,8 +79,8 @@ _FIT = Command(
     function="spectrain.stages.fit:fit",
     reads="hidden_states/",
     writes="drafter/ (the folder a server loads), checkpoints/, metrics.jsonl",
-    sections=("drafter", "trainer", "decoding", "logger"),
-    keys=(*_DRAFTER_KEYS, *_TRAINER_KEYS, "decoding.num_speculative_tokens"),
+    sections=("drafter", "trainer", "states", "decoding", "logger"),
+    keys=(*_DRAFTER_KEYS, *_TRAINER_KEYS, "states.source", "decoding.num_speculative_tokens"),
     examples=(
         "spectrain fit recipe=quickstart trainer.learning_rate=5e-4 drafter.draft_vocab_size=16384",
         "spectrain fit -m recipe=quickstart trainer.learning_rate=5e-4,1e-3,2e-3",
@@ -122,7 +122,13 @@ _RUN = Command(
     writes="everything in the run directory; report.html is the page to read",
     sections=("recipe", "target", "data", "sampling", "engine", "drafter", "trainer", "decoding", "suite"),
     keys=(
-        *("run.dir", "capture.during_generation", *_PROMPT_KEYS[:2], *_SAMPLING_KEYS[:2], *_DRAFTER_KEYS[:2]),
+        *(
+            "run.dir",
+            "capture.during_generation",
+            *_PROMPT_KEYS[:2],
+            *_SAMPLING_KEYS[:2],
+            *_DRAFTER_KEYS[:2],
+        ),
         *(*_TRAINER_KEYS[:2], *EVAL_KEYS[:2]),
     ),
     examples=(
@@ -167,10 +173,10 @@ _PLAN = Command(
     "part, operations, hours, disk. Loads no weights and writes nothing; needs no vLLM, and of the targets that ship "
     "with spectrain no network.",
     reads="prompt files, the target's configuration",
-    sections=("recipe", "target", "data", "engine", "hidden_states", "drafter", "trainer", "plan"),
+    sections=("recipe", "target", "data", "engine", "hidden_states", "states", "drafter", "trainer", "plan"),
     keys=(
         *("plan.device", "plan.utilisation", "trainer.devices", "data.train", "sampling.max_new_tokens"),
-        *("hidden_states.dtype", "drafter.taps", "trainer.epochs"),
+        *("hidden_states.dtype", "states.source", "drafter.taps", "trainer.epochs"),
     ),
     examples=(
         "spectrain plan recipe=quickstart",

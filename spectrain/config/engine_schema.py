@@ -112,9 +112,8 @@ class EngineConfig(Section, name="engine"):
 
 @dataclass(frozen=True)
 class HiddenStatesConfig(Section, name="hidden_states"):
-    """The store of hidden states (group ``hidden_states``)."""
+    """How hidden states are stored. Where training gets them from: ``states``."""
 
-    source: Literal["stored"] = key("stored", "where training reads hidden states; stored: captured first, from disk")
     dtype: Literal["auto", "float32", "bfloat16", "int8"] = key(
         "auto", "what is stored; int8 has a scale per token and tap; auto: what the target computes in"
     )

@@ -16,7 +16,7 @@ GROUP_FOLDERS = {
     "target": "conf",
     "data": "data_gen",
     "engine": "conf",
-    "hidden_states": "conf",
+    "states": "conf",
     "drafter": "conf",
     "trainer": "conf",
     "suite": "eval",

@@ -54,7 +54,7 @@ GROUPS: dict[str, str | None] = {
     "target": None,
     "data": None,
     "engine": "hf",
-    "hidden_states": "stored",
+    "states": "stored",
     "drafter": "eagle3",
     "trainer": "default",
     "suite": "heldout",
@@ -382,6 +382,8 @@ def _base_values(parsed: Sequence[Override]) -> dict[str, Any]:
     # A group that is chosen anew starts from its own defaults: what was set for another method or engine does not
     # belong to it.
     chosen = {str(override.key_or_group) for override in parsed}
+    if isinstance(values.get("hidden_states"), dict):
+        values["hidden_states"].pop("source", None)  # until it became states.source, of one value
     if "drafter.path" in chosen and isinstance(values.get("drafter"), dict):
         values["drafter"].pop("revision", None)  # that of another drafter
     kept = {section: value for section, value in values.items() if section not in chosen & set(GROUPS)}

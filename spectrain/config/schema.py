@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import PurePath
+from typing import Literal
 
 from spectrain.config.convert_schema import ConvertConfig
 from spectrain.config.data_schema import CaptureConfig, DataConfig, SamplingConfig
@@ -23,6 +24,7 @@ from spectrain.config.launcher_schema import LauncherConfig
 from spectrain.config.plan_schema import PlanConfig
 from spectrain.config.publish_schema import PublishConfig
 from spectrain.config.serving_schema import ServingConfig
+from spectrain.config.states_schema import StatesConfig
 from spectrain.config.sweep_schema import SweepConfig
 from spectrain.config.target_schema import TargetConfig
 from spectrain.config.trainer_schema import TrainerConfig
@@ -93,6 +95,7 @@ class SpectrainConfig:
     engine: EngineConfig = key(make=EngineConfig)
     capture: CaptureConfig = key(make=CaptureConfig)
     hidden_states: HiddenStatesConfig = key(make=HiddenStatesConfig)
+    states: StatesConfig = key(make=StatesConfig)
     drafter: DrafterConfig = key(make=DrafterConfig)
     trainer: TrainerConfig = key(make=TrainerConfig)
     decoding: DecodingConfig = key(make=DecodingConfig)
@@ -105,6 +108,14 @@ class SpectrainConfig:
     plan: PlanConfig = key(make=PlanConfig)
     publish: PublishConfig = key(make=PublishConfig)
     convert: ConvertConfig = key(make=ConvertConfig)
+
+    @property
+    def states_computed(self) -> Literal["", "inprocess", "online"]:
+        """Who computes hidden states while training asks for them; empty: they are stored before."""
+        source = self.states.source
+        if source == "cached":
+            return "inprocess" if self.engine.name == "hf" else "online"
+        return "" if source == "stored" else source
 
     @property
     def draft_policies(self) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ from spectrain.data.hidden_states import (
 from spectrain.data.hidden_states_shard import ShardBuffer
 from spectrain.data.shard_damage import readable_shards, remember_verified, take_out
 from spectrain.errors import NotFiniteError, SpectrainError
-from spectrain.files import FileState, file_digest, remove_partials
+from spectrain.files import FileState, remove_partials
 
 
 class HiddenStatesWriter:
@@ -90,16 +90,15 @@ class HiddenStatesWriter:
         if self._gathered.full:
             self.flush()
 
-    def adopt(self, path: Path, keys: Sequence[str], tokens: int) -> None:
-        """Take a whole shard file, of this store's layout and on its file system, into the store: it is moved, then
-        listed.
+    def adopt(self, path: Path, keys: Sequence[str], tokens: int, sha256: str) -> None:
+        """Take a whole shard file of this digest, of this store's layout and on its file system, into the store: it is
+        moved, then listed.
 
         Its documents must be new, and what is in it has been checked (``engines/vllm/adopt_states.py``).
         """
         known = self._known.intersection(keys)
         if known:
             raise ValueError(f"hidden states of {min(known)} are already in {self.folder}")
-        sha256 = file_digest(path)
         place = self._next_shard()
         path.replace(place)
         self._known.update(keys)

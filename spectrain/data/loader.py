@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 import signal
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -61,8 +62,8 @@ class _Batches(Dataset[PackedBatch | _Failure]):
             try:
                 documents.append(self._source[number])
             except Exception as error:  # whatever a source raises: the trainer must hear of it, with the document
-                what = str(error) or type(error).__name__
-                return _Failure(f"the hidden states of document {self._source.keys[number]} cannot be read: {what}")
+                key, what = self._source.keys[number], str(error) or type(error).__name__
+                return _Failure(what if key in what else f"the hidden states of document {key} cannot be read: {what}")
         try:
             return pack_batch(documents, request.max_tokens, request.draw)
         except Exception as error:
@@ -90,11 +91,11 @@ class BatchLoader:
         workers: int = 0,
         prefetch: int = 2,
     ) -> None:
-        """``prefetch``: batches that every worker makes ahead."""
+        """``prefetch``: batches that every worker makes ahead, and that a source without workers is told ahead."""
         loader = DataLoader(
             _Batches(source),
             batch_size=None,
-            sampler=requests,  # each request goes to the dataset as its index
+            sampler=requests if workers else _announced(requests, source, prefetch),  # each goes to the dataset
             num_workers=workers,
             prefetch_factor=prefetch if workers else None,
             multiprocessing_context="spawn" if workers else None,
@@ -135,6 +136,24 @@ class BatchLoader:
         # A worker that dies makes torch raise in the main thread, from a signal handler, whatever runs there.
         if isinstance(error, RuntimeError) and _DEAD_WORKER.match(str(error)):
             raise _worker_died(error) from error
+
+
+def announce(source: HiddenStateSource, documents: Iterable[int]) -> None:
+    """Tell a source that has to ask for them which documents will be wanted next, in this order."""
+    expect = getattr(source, "expect", None)  # stored ones are there
+    if expect is not None:
+        expect(list(documents))
+
+
+def _announced(requests: Iterable[BatchRequest], source: HiddenStateSource, ahead: int) -> Iterator[BatchRequest]:
+    """``requests``, each announced while ``ahead`` others wait before it."""
+    waiting: deque[BatchRequest] = deque()
+    for request in requests:
+        announce(source, request.documents)
+        waiting.append(request)
+        if len(waiting) > ahead:
+            yield waiting.popleft()
+    yield from waiting
 
 
 def _ignore_warnings(number: int) -> None:

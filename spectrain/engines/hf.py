@@ -24,7 +24,7 @@ batch, A taps.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -212,21 +212,24 @@ def capture_states(
     would have had without.
     """
     checked = False
-    for batch in _batches(longest_first(responses), 1 if target.spec.hybrid else batch_tokens):
+    for batch in capture_batches(target, responses, batch_tokens):
         if all(response.key in stored for response in batch):
             continue
-        states = _capture_batch(target, head, batch, tap_ids, kv_layers, states_dtype)
+        states = capture_batch(target, head, batch, tap_ids, kv_layers, states_dtype)
         if not checked:
             check_states(target, head, states)
             checked = True
         yield from (document for document in states if document.key not in stored)
 
 
-def _batches(responses: Iterable[Response], batch_tokens: int) -> Iterator[list[Response]]:
-    """Neighbours, of ``batch_tokens`` together at most; a longer document is a batch by itself."""
+def capture_batches(target: TargetModel, responses: Sequence[Response], batch_tokens: int) -> Iterator[list[Response]]:
+    """Which documents run together, the longest first: neighbours of ``batch_tokens`` at most; a longer document is a
+    batch by itself, and so is any of a hybrid target.
+    """
+    batch_tokens = 1 if target.spec.hybrid else batch_tokens
     batch: list[Response] = []
     tokens = 0
-    for response in responses:
+    for response in longest_first(responses):
         if batch and tokens + len(response.input_ids) > batch_tokens:
             yield batch
             batch, tokens = [], 0
@@ -236,7 +239,7 @@ def _batches(responses: Iterable[Response], batch_tokens: int) -> Iterator[list[
         yield batch
 
 
-def _capture_batch(
+def capture_batch(
     target: TargetModel,
     head: TargetHead,
     batch: Sequence[Response],
@@ -244,6 +247,7 @@ def _capture_batch(
     kv_layers: tuple[int, ...],
     states_dtype: str,
 ) -> list[TargetStates]:
+    """The hidden states of documents that run together, in their order. Raises ``NotFiniteError``."""
     lengths = [len(response.input_ids) for response in batch]
     ids_T = torch.from_numpy(np.concatenate([response.input_ids for response in batch]))
     loss_mask_T = torch.from_numpy(np.concatenate([response.loss_mask for response in batch]))

@@ -35,7 +35,7 @@ from spectrain.evaluation.records import Conditions, EvaluationRecord, PromptRes
 from spectrain.evaluation.same_distribution import DistributionTest
 from spectrain.evaluation.suites import lengthened, load_suite, right_answers, source_size
 from spectrain.files import digest_strings
-from spectrain.stages import capture
+from spectrain.stages import capture, state_sources
 from spectrain.stages.context import Context
 from spectrain.stages.run_report import Answer
 from spectrain.target.head import TargetHead
@@ -181,7 +181,7 @@ def simulate_same_prompts(
     """
     config = context.config
     sampling = (config.decoding.temperature, config.decoding.top_p, config.decoding.top_k)
-    if context.prompts_or_none is None or not (context.data_dir.hidden_states / INDEX_NAME).is_file():
+    if context.prompts_or_none is None:
         return None
     sampled = (context.sampling.temperature, context.sampling.top_p, context.sampling.top_k)
     if (sampling != sampled and (sampling[0] or sampled[0])) or max_new_tokens(
@@ -194,7 +194,11 @@ def simulate_same_prompts(
         )
         for conversation in conversations
     ]
-    found = capture.open_store(context, drafter.taps, drafter.kv_layers, keys)
+    found: tuple[HiddenStateSource, list[int]] | None
+    if (context.data_dir.hidden_states / INDEX_NAME).is_file():
+        found = capture.open_store(context, drafter.taps, drafter.kv_layers, keys)
+    else:
+        found = state_sources.computed_for(context, drafter, keys)
     if found is None:
         return None
     return simulate_documents(context, drafter, *found).stats

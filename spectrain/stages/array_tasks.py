@@ -137,7 +137,7 @@ def _take_shard(writer: HiddenStatesWriter, shard: ShardFile) -> None:
         os.link(shard.path, link)
     except OSError:  # another file system, or one without links
         shutil.copyfile(shard.path, link)
-    writer.adopt(link, [document.key for document in documents], shard.record.tokens)
+    writer.adopt(link, [document.key for document in documents], shard.record.tokens, file_digest(link))
 
 
 def _tasks(whole: RunDir) -> list[tuple[RunDir, int]]:

@@ -20,7 +20,6 @@ from spectrain.config.folders import prompt_roots
 from spectrain.config.schema import SpectrainConfig
 from spectrain.drafters.drafter_digests import check_drafter_digests
 from spectrain.errors import ConfigError, InputError
-from spectrain.files import bytes_text, free_bytes, mount_point
 from spectrain.stages.drafter_checks import (
     check_attention,
     check_continued,
@@ -31,6 +30,7 @@ from spectrain.stages.drafter_checks import (
     check_measurement,
 )
 from spectrain.stages.run_dir import RunDir, work_dir
+from spectrain.stages.states_checks import check_disk, check_source
 from spectrain.stages.target_checks import check_at_work, check_strategy, check_trackers, check_trackers_answer
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ def check_config(config: SpectrainConfig, command: Command, given: Set[str] = fr
     check_trackers(config)
     check_strategy(config, command)
     _check_engine(config, command)
+    check_source(config, command)
     if config.drafter.path is not None:
         from spectrain.drafters.hub_drafters import drafter_path
 
@@ -185,7 +186,8 @@ def _runs_in_process(context: Context) -> bool:
     """Whether the command may run the target by transformers, which the parity check always does."""
     command = context.command
     runs = bool(command.stages) or command.measures
-    return command.compares or (runs and context.config.engine.name == "hf")
+    beside = command.trains and context.config.states_computed == "inprocess"
+    return command.compares or beside or (runs and context.config.engine.name == "hf")
 
 
 def _check_checkpoint(context: Context, folder: Path) -> None:
@@ -253,7 +255,7 @@ def _check_engine(config: SpectrainConfig, command: Command) -> None:
     elif config.engine.name == "vllm" or not config.engine.urls:
         if not command.looks_only:  # a plan may be made where vLLM is not
             check_own_args(config.engine.args, measures=command.measures)
-    elif command.captures or one_pass:
+    elif (command.captures and not config.states_computed) or one_pass:
         raise ConfigError(
             "engine.urls: servers that run already do not hand out hidden states: leave engine.urls empty, so that "
             "servers are started "
@@ -354,46 +356,3 @@ def _hub_spec(config: SpectrainConfig, source: TargetSource) -> TargetSpec | Non
             InputError
         ):  # one that needs more than its configuration (code of its own); what is wrong shows once it is here
             return None
-
-
-# --- the disk ------------------------------------------------------------------------------------------------------
-
-
-def check_disk(context: Context) -> None:
-    """There is room for the hidden states that are still to be captured. The estimate is an upper bound (answers may be
-    short), so only twice too much is refused.
-    """
-    from spectrain.stages.plan import states_bytes
-
-    missing, replaced = _to_capture(context)
-    folder = context.data_dir.path
-    needed, free = states_bytes(context, missing), free_bytes(folder) + replaced
-    if needed > 2 * free:
-        raise ConfigError(
-            f"the hidden states of {len(missing):,} documents need up to {bytes_text(needed)}, the disk mounted on "
-            f"{mount_point(folder)} has {bytes_text(free)} free for run.dir={folder}: use hidden_states.dtype=int8, "
-            f"fewer prompts (data.max_train), or another run.dir"
-        )
-
-
-def _to_capture(context: Context) -> tuple[list[Conversation], int]:
-    """Conversations that have no hidden states yet, and the bytes of those that will be removed before."""
-    from spectrain.data.hidden_states import INDEX_NAME
-    from spectrain.data.response_parts import DamagedPartError
-    from spectrain.data.shard_damage import stored_keys
-    from spectrain.stages import capture
-
-    prompts, folder = context.prompts, context.data_dir.hidden_states
-    if context.source.folder is None or not (folder / INDEX_NAME).is_file():
-        return [*prompts.train, *prompts.heldout], 0
-    try:
-        decision = capture.decide(context)
-    except DamagedPartError:  # its prompts are answered again first
-        return [], 0
-    if decision.skip:
-        return [], 0
-    asked = [*prompts.train, *prompts.heldout]
-    if decision.action == "restart":
-        return asked, sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    stored = stored_keys(folder)
-    return [conversation for conversation, key in zip(asked, context.splits, strict=True) if key not in stored], 0

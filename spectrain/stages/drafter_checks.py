@@ -58,10 +58,12 @@ def check_kind(config: SpectrainConfig, command: Command, given: Set[str] = froz
         raise ConfigError(
             f"engine={config.engine.name}: vLLM has no {method.name} drafters, measure this one with engine=hf"
         )
-    if method.reads_target_kv and config.engine.name != "hf" and "capture" in command.stages:
+    by_vllm = config.engine.name != "hf" and config.states_computed != "inprocess"
+    if method.reads_target_kv and by_vllm and "capture" in command.stages:
         raise ConfigError(
             f"engine={config.engine.name}: {method.name} drafters learn from the target's own keys and values, which "
-            f"vLLM does not hand out: use engine=hf (responses may be generated with vLLM before)"
+            f"vLLM does not hand out: use engine=hf (responses may be generated with vLLM before), or "
+            f"states.source=inprocess"
         )
     _check_loss(config)
     _check_policies(config, command, method)

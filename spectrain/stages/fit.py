@@ -17,6 +17,7 @@ from spectrain.config.overrides import flatten
 from spectrain.console import ProgressBar, say
 from spectrain.data.corpus_counts import CorpusCounts, count_tokens, sample_positions
 from spectrain.data.hidden_states import HiddenStateSource, StoredHiddenStates
+from spectrain.data.loader import announce
 from spectrain.data.packing import PackedBatch, pack_batch, pack_rows, truncated_tokens
 from spectrain.data.vocab import DraftVocab, covered, vocab_of_counts
 from spectrain.drafters.drafter import Drafter
@@ -26,7 +27,7 @@ from spectrain.drafters.hub_drafters import drafter_path
 from spectrain.drafters.overlay import is_overlay, stitch
 from spectrain.drafters.registry import Corpus, find_method
 from spectrain.errors import InputError
-from spectrain.stages import capture
+from spectrain.stages import capture, state_sources
 from spectrain.stages.context import Context
 from spectrain.stages.drafter_checks import sections_of_others
 from spectrain.stages.run_dir import Decision, Inputs
@@ -98,11 +99,10 @@ def fit(context: Context) -> float | None:
         say(str(decision))
         _stitch(context)
         return context.run_dir.outputs("fit").get("simulated_acceptance_length")
-    if context.config.hidden_states.verify_checksums:
+    if context.config.hidden_states.verify_checksums and not context.config.states_computed:
         ranks.from_first(lambda: capture.verify(context))  # before an older drafter is removed
-    store, train, heldout = capture.documents(context)
-    with _recorded(context, decision) as outputs:
-        outputs |= _train(context, store, train, heldout)
+    with state_sources.opened(context) as (store, train, heldout), _recorded(context, decision) as outputs:
+        outputs |= {"states_source": context.config.states.source} | _train(context, store, train, heldout)
     best, length = f"step {outputs['step']} of {outputs['steps']}", outputs["simulated_acceptance_length"]
     say(f"fit: {best} is the best, acceptance length {length:.3f} by simulation")
     if outputs["step"] == 0 and find_method(context.config.drafter.method).is_tuned:
@@ -118,7 +118,7 @@ def _stitch(context: Context) -> None:
 
 
 def _brought_up_to_date(context: Context) -> Decision:
-    capture.capture(context)
+    state_sources.bring_up_to_date(context)
     return decide(context)
 
 
@@ -168,7 +168,7 @@ def _train(context: Context, store: HiddenStateSource, train: list[int], heldout
             f"trained on"
         )
     trainer = Trainer(
-        config=config,
+        config=state_sources.without_workers(config),
         paths=FitPaths(run_dir.checkpoints, run_dir.drafter, run_dir.metrics),
         drafter=drafter,
         source=store,
@@ -204,7 +204,9 @@ def _init_closed_form(drafter: Drafter, store: HiddenStateSource, train: list[in
     """Solve for the drafter's initial weights on training documents. Cheap beside training."""
 
     def batches() -> Iterator[PackedBatch]:
-        for row in pack_rows(store.lengths[train], INIT_PACKED_LENGTH, seed=0, epoch=0):
+        rows = pack_rows(store.lengths[train], INIT_PACKED_LENGTH, seed=0, epoch=0)
+        announce(store, (train[index] for row in rows for index in row))
+        for row in rows:
             yield pack_batch([store[train[index]] for index in row])
 
     what = "closed form: regression of the drafter's matrices on the training text"

@@ -13,10 +13,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from spectrain.config.schema import EngineConfig, SpectrainConfig
+from spectrain.config.schema import EngineConfig
 from spectrain.data.hidden_states import StoreMeta, bytes_per_token
 from spectrain.data.prompts import Conversation, PromptSplit
 from spectrain.stages.context import Context
+from spectrain.stages.plan_states import engine_devices, target_passes
 from spectrain.stages.target_size import active_parameters, target_bytes, target_parameters
 
 if TYPE_CHECKING:
@@ -354,12 +355,14 @@ def stage_seconds(context: Context, numbers: Estimate, speed: MachineSpeed) -> d
     forward = 2 * active * numbers.tokens / (speed.flops_per_s * speed.forward_share) / devices
     copies = max(1, devices // (config.engine.tensor_parallel_size * config.engine.pipeline_parallel_size))
     decode_steps = numbers.generated_tokens / (_requests_together(config.engine) * copies)
-    training = fit_flops(context, numbers) * training_epochs(context)
+    epochs = training_epochs(context)
+    captured, asked = target_passes(context, epochs, ranks)
+    train_flops_per_s = (speed.train_flops_per_s or speed.flops_per_s) * speed.train_share * ranks
     answers = config.suite.max_prompts * (config.suite.max_new_tokens or config.sampling.max_new_tokens)
     return {
         "generate": forward + decode_steps * _decode_s(context, numbers, speed, _requests_together(config.engine)),
-        "capture": 0.0 if config.capture.during_generation else forward,
-        "fit": training / ((speed.train_flops_per_s or speed.flops_per_s) * speed.train_share) / ranks,
+        "capture": forward * captured,
+        "fit": fit_flops(context, numbers) * epochs / train_flops_per_s + forward * asked,
         "eval": (len(config.suite.baselines) + 1)
         * answers
         / config.suite.concurrency
@@ -371,15 +374,6 @@ def training_epochs(context: Context) -> float:
     """How often ``fit`` sees all documents, where it sees the held-out ones never."""
     train, heldout = len(_prompts(context).train), len(_prompts(context).heldout)
     return context.config.trainer.epochs * train / max(train + heldout, 1)
-
-
-def engine_devices(config: SpectrainConfig) -> int:
-    """Devices that run the target."""
-    engine = config.engine
-    if engine.name == "hf":
-        return 1
-    one = engine.tensor_parallel_size * engine.pipeline_parallel_size * engine.data_parallel_size
-    return one * (max(len(engine.urls), engine.replicas) if engine.name == "vllm_server" else 1)
 
 
 def _requests_together(engine: EngineConfig) -> int:

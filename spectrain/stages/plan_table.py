@@ -6,12 +6,11 @@ from rich import box
 from rich.table import Table
 
 from spectrain.console import say, stdout
-from spectrain.files import bytes_text, free_bytes
+from spectrain.files import bytes_text
 from spectrain.stages.context import Context
 from spectrain.stages.plan import (
     Estimate,
     device_speed,
-    engine_devices,
     estimate,
     fit_flops,
     host_bytes,
@@ -21,6 +20,7 @@ from spectrain.stages.plan import (
     training_epochs,
     training_memory,
 )
+from spectrain.stages.plan_states import disk_lines, engine_devices, target_beside
 from spectrain.stages.run_dir import Decision
 from spectrain.stages.select_prompts import PLANNED_CHARS
 from spectrain.stages.target_checks import memory_bytes
@@ -127,6 +127,8 @@ def _decisions(context: Context) -> list[Decision]:
     if context.source.folder is None or context.prompts_or_none is None:
         return []
     stages = {"generate": generate.decide, "capture": capture.decide, "fit": fit.decide}
+    if context.config.states_computed:
+        del stages["capture"]
     return [decide(context) for name, decide in stages.items() if name in context.command.stages]
 
 
@@ -134,22 +136,16 @@ def _cost_lines(context: Context, skipped: set[str]) -> list[tuple[str, str]]:
     numbers = estimate(context)
     every = stage_seconds(context, numbers, device_speed(context))
     seconds = {name: value for name, value in every.items() if name in context.command.stages and name not in skipped}
-    free = free_bytes(context.data_dir.path)
-    short = numbers.states_bytes > free and "capture" not in skipped and context.planned_device is None
+    captures = "capture" not in skipped and context.planned_device is None
+    beside = " beside it" if context.config.states_computed == "inprocess" else ""
     return [
         ("tokens", f"at most {numbers.tokens:,}, of which {numbers.generated_tokens:,} generated"),
-        (
-            "disk",
-            f"{bytes_text(numbers.states_bytes)} of hidden states at most ({context.states_dtype}), "
-            f"{bytes_text(free)} free",
-        ),
+        *disk_lines(context, numbers.states_bytes, captures),
         *_kv_lines(context, numbers),
-        *(
-            [("", "MORE THAN IS FREE: hidden_states.dtype=int8, data.max_train or sampling.max_new_tokens lower it")]
-            if short
-            else []
+        (
+            "memory",
+            f"target {bytes_text(numbers.target_bytes)}, training {bytes_text(numbers.train_bytes)} a rank{beside}",
         ),
-        ("memory", f"target {bytes_text(numbers.target_bytes)}, training {bytes_text(numbers.train_bytes)} a rank"),
         *_parameter_lines(context, numbers),
         *_work_lines(context, numbers, every),
         (
@@ -179,6 +175,9 @@ def _work_lines(context: Context, numbers: Estimate, seconds: dict[str, float]) 
         name = f"{device.label}, {config.plan.utilisation:.0%} of {peak:,.0f} TFLOPS in training"
     written = numbers.states_bytes / max(seconds["capture"] or seconds["generate"], 1e-9)
     read = numbers.states_bytes * epochs / max(seconds["fit"], 1e-9)
+    writes = f"capture writes {bytes_text(written)}/s, training reads"
+    if context.config.states_computed:
+        writes = "training asks for"
     return [
         ("device", f"{name}; target on {engine_devices(config)}, training on {ranks}"),
         (
@@ -188,8 +187,7 @@ def _work_lines(context: Context, numbers: Estimate, seconds: dict[str, float]) 
         ),
         (
             "states",
-            f"capture writes {bytes_text(written)}/s, training reads {bytes_text(read)}/s, a rank "
-            f"{bytes_text(read / ranks)}/s",
+            f"{writes} {bytes_text(read)}/s, a rank {bytes_text(read / ranks)}/s",
         ),
     ]
 
@@ -233,12 +231,14 @@ def _fitting(context: Context) -> list[str]:
     """Which strategies fit the device, and what to do where the chosen one does not."""
     there, name = _there(context)
     ranks, chosen = planned_ranks(context), context.config.trainer.strategy
-    peaks = {strategy: training_memory(context, strategy).peak for strategy in _strategies(ranks)}
+    beside = target_beside(context)
+    peaks = {strategy: training_memory(context, strategy).peak + beside for strategy in _strategies(ranks)}
+    with_target = ", the target beside it" if beside else ""
     lines = []
     for strategy, peak in peaks.items():
         fits = "fits" if peak <= there else "DOES NOT FIT"
         mark = " (trainer.strategy)" if strategy == chosen and ranks > 1 else ""
-        lines.append(f"{strategy} {fits} {name}: {bytes_text(peak)} of {bytes_text(there)}{mark}")
+        lines.append(f"{strategy} {fits} {name}: {bytes_text(peak)} of {bytes_text(there)}{with_target}{mark}")
     if peaks.get(chosen, peaks[STRATEGIES[0]]) > there:
         fitting = [strategy for strategy, peak in peaks.items() if peak <= there]
         others = f"choose trainer.strategy={fitting[0]}, or " if fitting else ""

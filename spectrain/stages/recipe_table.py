@@ -100,6 +100,7 @@ def _planned(config: SpectrainConfig) -> tuple[str, str]:
     """(disk, hours), empty where the target's dimensions or the prompts are not known here."""
     from spectrain.stages.checks import check_config, prepare
     from spectrain.stages.plan import device_speed, estimate, stage_seconds
+    from spectrain.stages.plan_states import bytes_on_disk
 
     command = COMMANDS["plan"]
     named = config.plan.device in DEVICES
@@ -109,12 +110,13 @@ def _planned(config: SpectrainConfig) -> tuple[str, str]:
         check_config(config, command)
         context = prepare(config, command, fetch=False)
         numbers = estimate(context)
+        disk = bytes_text(bytes_on_disk(context, numbers.states_bytes))
     except SpectrainError:
         return "", ""
     if not named:
-        return bytes_text(numbers.states_bytes), ""
+        return disk, ""
     seconds = sum(stage_seconds(context, numbers, device_speed(context)).values())
-    return bytes_text(numbers.states_bytes), f"{seconds / 3600:,.1f}"
+    return disk, f"{seconds / 3600:,.1f}"
 
 
 def _hardware(config: SpectrainConfig) -> str:

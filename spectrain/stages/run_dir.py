@@ -61,7 +61,7 @@ _OUTPUTS = {
     **dict.fromkeys(("simulated_acceptance_length?", "acceptance_length?"), _NUMBER),
     "record?": str,
     "records?": list,
-    "weights?": str,
+    **dict.fromkeys(("weights?", "states_source?"), str),
     "parity?": {"drafter": str, "passed": bool},
 }
 _INPUTS = {"fixed": dict, "growing": dict}

@@ -189,7 +189,10 @@ def _data_facts(context: Context) -> list[Fact]:
                 f"limit",
             )
         )
-    if "tokens" in captured and "bytes" in captured:
+    source = context.run_dir.outputs("fit").get("states_source", "stored")
+    if source != "stored":
+        facts.append(("hidden states", f"computed while training asked for them (states.source={source})"))
+    elif "tokens" in captured and "bytes" in captured:
         facts.append(("hidden states", f"{captured['tokens']:,} tokens, {captured['bytes'] / 1e6:,.0f} MB"))
     return facts
 

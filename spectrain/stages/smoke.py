@@ -48,6 +48,7 @@ _SMALL: dict[str, Any] = {
     "engine.devices": (),
     "capture.during_generation": False,
     "hidden_states.dtype": "auto",
+    "states.source": "stored",
     "drafter.taps": None,
     "drafter.intermediate_size": None,
     "drafter.num_attention_heads": None,

@@ -37,7 +37,8 @@ def check_at_work(context: Context) -> None:
 def _in_process(context: Context) -> bool:
     """Whether this process runs the target itself."""
     runs = context.command.measures or "generate" in context.command.stages
-    return context.config.engine.name == "hf" and runs
+    beside = context.command.trains and context.config.states_computed == "inprocess"
+    return beside or (context.config.engine.name == "hf" and runs)
 
 
 def _check_family(context: Context) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from spectrain import signals
 from spectrain.config.evaluation_schema import DecodingConfig
 from spectrain.data.hidden_states import HiddenStateSource
+from spectrain.data.loader import announce
 from spectrain.data.loss_mask import generated_ranges
 from spectrain.data.packing import PackedBatch, pack_batch
 from spectrain.decoding.acceptance import AcceptanceStats, Round, acceptance
@@ -84,6 +85,7 @@ def simulate_heldout(
     shown = n if drafter.length_matters else most  # the length whose scores the rounds come from
     lengths = range(1, most + 1) if drafter.length_matters and most_tokens is not None else (shown,)
     own_documents = documents[ranks.index :: ranks.count]
+    announce(source, own_documents)
     found: list[_Document] = []
     for group in _groups(own_documents, source, packed_length):
         if signals.asked():

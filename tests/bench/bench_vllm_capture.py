@@ -26,7 +26,8 @@ from spectrain.data.hidden_states import StoredHiddenStates, StoreMeta
 from spectrain.data.hidden_states_writer import HiddenStatesWriter
 from spectrain.data.prompts import Conversation
 from spectrain.data.responses import Response, Sampling
-from spectrain.engines.vllm.capture_states import Document, VLLMCapture, await_arrival
+from spectrain.engines.vllm.capture_plan import Document
+from spectrain.engines.vllm.capture_states import VLLMCapture, await_arrival
 from spectrain.engines.vllm.open_vllm import open_vllm
 from spectrain.engines.vllm.requests import VLLMClient, completions
 from spectrain.target.resolve import resolve_target

@@ -43,6 +43,7 @@ import mtp
 import publishing
 import signals
 import stages
+import states
 import targets
 import training
 from mutation import Mutation
@@ -52,7 +53,21 @@ ROOT = HERE.parents[1]
 COPIED, LINKED = ("spectrain", "tests"), ("conf", "data_gen", "recipes", "eval", "docs", "README.md", "pyproject.toml")
 TIMEOUT_S = 600
 AREAS = (
-    *(autoregressive, mtp, block, drafters, decoding, data, engines, training, evaluation, stages, config, targets),
+    *(
+        autoregressive,
+        mtp,
+        block,
+        drafters,
+        decoding,
+        data,
+        engines,
+        training,
+        evaluation,
+        stages,
+        states,
+        config,
+        targets,
+    ),
     gemma4,
     publishing,
     signals,

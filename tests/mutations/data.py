@@ -70,7 +70,7 @@ MUTATIONS = (
     Mutation(
         "a document that cannot be read goes unnamed",
         DATA + "loader.py",
-        'return _Failure(f"the hidden states of document {self._source.keys[number]} cannot be read: {what}")',
+        'return _Failure(what if key in what else f"the hidden states of document {key} cannot be read: {what}")',
         "raise",
         ("tests/unit/test_loader.py::test_a_document_that_cannot_be_read_is_named",),
     ),

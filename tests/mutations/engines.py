@@ -112,14 +112,14 @@ MUTATIONS = (
     Mutation(
         "states that are stored already are adopted again",
         VLLM + "adopt_states.py",
-        "if response is None or document.key in known or",
-        "if response is None or",
+        "            self._claimed |= self._writer.done_keys()\n",
+        "",
         (ADOPT,),
     ),
     Mutation(
         "a document that a shard holds twice is adopted twice",
         VLLM + "adopt_states.py",
-        "                known.add(document.key)\n",
+        "                    self._claimed.add(document.key)\n",
         "",
         (ADOPT,),
     ),

@@ -146,7 +146,7 @@ MUTATIONS = (
     ),
     Mutation(
         "states that are there count for the disk",
-        STAGES + "checks.py",
+        STAGES + "states_checks.py",
         "    if decision.skip:\n        return [], 0\n",
         "    if decision.skip:\n        return asked, 0\n",
         ("tests/faults/test_damage.py",),

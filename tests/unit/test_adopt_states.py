@@ -9,6 +9,7 @@ import json
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -222,6 +223,28 @@ def test_shards_are_adopted_while_others_come_and_the_last_ones_at_the_end(
         assert wait_for(lambda: writer.done_keys() == {"key-0"})
         leave_shard(session.folder, meta, [document(responses[1]), document(responses[2])], "w-1")
     assert session.shards() == [] and session.arrived() == {"key-0", "key-1", "key-2"}
+    writer.close()
+    assert_stored(StoredHiddenStates(tmp_path), responses)
+
+
+def test_shards_are_adopted_side_by_side_and_each_document_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both servers were asked for the document in the middle, as one had been silent for long."""
+    monkeypatch.setattr("spectrain.engines.vllm.adopt_states.adopters", lambda: 2)
+    meta, responses = make_meta(), [make_response(n, 7) for n in range(3)]
+    session = Session(tmp_path, meta)
+    writer, adopting = adopter(tmp_path, responses, meta)
+    both, normalizer = threading.Barrier(2, timeout=20.0), adopting._log_normalizer
+
+    def together(*arguments: Any) -> torch.Tensor:
+        both.wait()
+        return normalizer(*arguments)
+
+    monkeypatch.setattr(adopting, "_log_normalizer", together)
+    with AdoptionThread(session, adopting):
+        leave_shard(session.folder, meta, [document(responses[0]), document(responses[1])], "w-0")
+        leave_shard(session.folder, meta, [document(responses[1]), document(responses[2])], "w-1")
     writer.close()
     assert_stored(StoredHiddenStates(tmp_path), responses)
 

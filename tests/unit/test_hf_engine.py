@@ -421,10 +421,10 @@ def test_no_taps_are_possible(llama: HFEngine) -> None:
     assert states.taps.shape == (8, 0, 32)
 
 
-def test_batches_hold_whole_documents_within_the_budget() -> None:
-    responses = make_responses([70, 30, 30, 4, 30, 1, 1])
-    batches = [[len(response.input_ids) for response in batch] for batch in hf._batches(responses, 64)]
-    assert batches == [[70], [30, 30, 4], [30, 1, 1]]
+def test_batches_hold_whole_documents_within_the_budget_the_longest_first(llama: HFEngine) -> None:
+    responses = make_responses([30, 70, 30, 4, 30, 1, 1])
+    made = hf.capture_batches(llama.target, responses, 64)
+    assert [[len(response.input_ids) for response in batch] for batch in made] == [[70], [30, 30], [30, 4, 1, 1]]
 
 
 # The self-check

@@ -25,7 +25,8 @@ from spectrain.data.prompts import Conversation
 from spectrain.data.responses import Response, Sampling
 from spectrain.engines.hf import HFEngine
 from spectrain.engines.vllm.adopt_states import has_leftovers
-from spectrain.engines.vllm.capture_states import CapturePlan, VLLMCapture
+from spectrain.engines.vllm.capture_plan import CapturePlan
+from spectrain.engines.vllm.capture_states import VLLMCapture
 from spectrain.engines.vllm.engine import OnePass, VLLMEngine
 from spectrain.engines.vllm.open_vllm import open_vllm
 from spectrain.engines.vllm.process import VLLMProcess

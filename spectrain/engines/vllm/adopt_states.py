@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,13 +36,15 @@ from spectrain.data.loss_mask import predicts_generated
 from spectrain.data.responses import Response
 from spectrain.data.stored_documents import StoredDocument
 from spectrain.errors import InputError, NotFiniteError, RunError
-from spectrain.files import sync, write_atomically, writing
+from spectrain.files import file_digest, sync, write_atomically, writing
+from spectrain.processes import available_cores
 from spectrain.target.head import TargetHead
 
 FOLDER = ".incoming"
 FLUSH, ERROR_SUFFIX, META = "flush", ".error", "meta"
 PARAMS = "spectrain"  # the name under which a request describes its document to the connector
 _CHUNK_TOKENS = 4096
+_MOST_ADOPTERS = 4
 _LOOK_S = 0.5
 
 
@@ -63,6 +66,15 @@ def remove_leftovers(states_folder: Path) -> None:
     shutil.rmtree(states_folder / FOLDER, ignore_errors=True)
 
 
+def raise_if_given_up(folder: Path) -> None:
+    """Raise ``RunError`` if a writer of ``folder`` has given up."""
+    for path in sorted(folder.glob(f"*{ERROR_SUFFIX}")):
+        reason = (
+            path.read_text(encoding="utf-8") or "not even the reason could be written, see whether the disk is full"
+        )
+        raise RunError(f"hidden states from vLLM could not be written to {folder}: {reason}")
+
+
 class Session:
     """The folder that one vLLM writes into. It stays when vLLM ends: what is in it is adopted, then or later."""
 
@@ -78,11 +90,7 @@ class Session:
 
     def check(self) -> None:
         """Raise ``RunError`` if a writer gave up."""
-        for path in sorted(self.folder.glob(f"*{ERROR_SUFFIX}")):
-            reason = (
-                path.read_text(encoding="utf-8") or "not even the reason could be written, see whether the disk is full"
-            )
-            raise RunError(f"hidden states from vLLM could not be written to {self.folder}: {reason}")
+        raise_if_given_up(self.folder)
 
     def shards(self) -> list[Path]:
         return sorted(self.folder.glob("*.safetensors"))
@@ -110,20 +118,26 @@ class Session:
 
 
 class Adopter:
-    """Moves shards into the store of ``writer``. ``responses``: by key, the documents that are wanted there."""
+    """Moves shards into the store of ``writer``. ``responses``: by key, the documents that are wanted there.
+
+    Several threads may adopt at once: what takes long (the log-normalizer, flushing to disk, the digest) is done side
+    by side, the writer has one at a time.
+    """
 
     def __init__(self, writer: HiddenStatesWriter, head: TargetHead, responses: Mapping[str, Response]) -> None:
         self._writer = writer
         self._head = head
         self._responses = responses
+        self._lock = threading.Lock()
+        self._claimed: set[str] = set()  # keys of documents that are being adopted, or have been
 
     def adopt_leftovers(self) -> int:
         """Adopt what earlier sessions left and remove their folders. Returns the number of tokens that came into the
         store.
         """
-        tokens = 0
-        for path in sorted((self._writer.folder / FOLDER).glob("*/*.safetensors")):
-            tokens += self.adopt(path)
+        paths = sorted((self._writer.folder / FOLDER).glob("*/*.safetensors"))
+        with ThreadPoolExecutor(adopters(), thread_name_prefix="adopt") as pool:
+            tokens = sum(pool.map(self.adopt, paths))
         remove_leftovers(self._writer.folder)
         return tokens
 
@@ -151,22 +165,30 @@ class Adopter:
             shard = ShardFile.unlisted(path, meta)
             wanted = shard.documents(0)
         _fill_log_normalizer(path, self._log_normalizer(shard, wanted))
-        tokens = sum(document.length for document in wanted)
-        self._writer.adopt(path, [document.key for document in wanted], tokens)
+        tokens, keys = sum(document.length for document in wanted), [document.key for document in wanted]
+        sha256 = file_digest(path)
+        with self._lock:
+            self._writer.adopt(path, keys, tokens, sha256)
         return tokens
 
     def _wanted(self, documents: Sequence[StoredDocument], tensors: Mapping[str, Tensor]) -> list[StoredDocument]:
-        """Those that are the documents of responses, id for id, and not in the store yet."""
-        known, wanted = self._writer.done_keys(), []
+        """Those that are the documents of responses, id for id, and neither in the store yet nor on their way."""
+        fitting = []
         for document in documents:
             response = self._responses.get(document.key)
-            if response is None or document.key in known or document.split != response.split:
+            if response is None or document.split != response.split:
                 continue
             rows = slice(document.start, document.start + document.length)
             same_ids = torch.equal(tensors["input_ids"][rows], torch.from_numpy(response.input_ids))
             if same_ids and torch.equal(tensors["loss_mask"][rows], torch.from_numpy(response.loss_mask)):
-                known.add(document.key)
-                wanted.append(document)
+                fitting.append(document)
+        wanted = []
+        with self._lock:
+            self._claimed |= self._writer.done_keys()
+            for document in fitting:
+                if document.key not in self._claimed:
+                    self._claimed.add(document.key)
+                    wanted.append(document)
         return wanted
 
     def _log_normalizer(self, shard: ShardFile, documents: Sequence[StoredDocument]) -> Tensor:
@@ -186,15 +208,20 @@ class Adopter:
         return normalizer_T
 
 
+def adopters() -> int:
+    """Shards that are adopted side by side."""
+    return min(_MOST_ADOPTERS, len(available_cores()))
+
+
 class AdoptionThread:
-    """Adopts the shards of a session in a thread of its own, while vLLM works on; as a context manager, all that is
+    """Adopts the shards of a session in threads of its own, while vLLM works on; as a context manager, all that is
     there at the end is adopted. Without an adopter the session is only watched.
     """
 
     def __init__(self, session: Session, adopter: Adopter | None) -> None:
         self._session = session
         self._adopter = adopter
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="adopt")
+        self._pool = ThreadPoolExecutor(adopters(), thread_name_prefix="adopt")
         self._adopted: dict[Path, Future[int]] = {}
         self._looked_s = time.monotonic()
 

@@ -3,7 +3,7 @@
 A vLLM that captures has two options: speculation by ``extract_hidden_states``, which keeps the residual stream of
 chosen layers in the cache, and a KV connector that takes it from there. Ours (``connector.py``) writes whole shards,
 which are adopted while vLLM works on; vLLM's own (``engine.connector=stock``) writes a file per request, which is read
-and deleted.
+and deleted. A training that asks while it trains (``online_states.py``) gets a file per document of either.
 
 A document is sent without its last token and asked for one token, because vLLM cannot prefill without generating. So
 the last token's hidden states are never computed: its row is zeros, and no drafter reads it (see ``connector.py``).
@@ -11,35 +11,30 @@ the last token's hidden states are never computed: its row is zeros, and no draf
 
 from __future__ import annotations
 
-import dataclasses
-import fcntl
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
 from spectrain.config.schema import EngineConfig
 from spectrain.config.target_schema import TargetConfig
 from spectrain.data.hidden_states import StoreMeta, TargetStates
 from spectrain.data.hidden_states_writer import HiddenStatesWriter
-from spectrain.data.loss_mask import generated_ranges, mask_of_ranges, predicts_generated
 from spectrain.data.responses import Response
 from spectrain.engines.check_states import CheckDocument, SelfCheck, check_prefixes
-from spectrain.engines.hf import stored_log_normalizer
 from spectrain.engines.vllm.adopt_states import (
-    PARAMS,
     Adopter,
     AdoptionThread,
     Session,
     has_leftovers,
     remove_leftovers,
 )
-from spectrain.engines.vllm.requests import Completion, OpenVLLM, Request, VLLMClient, completions, completions_in_order
+from spectrain.engines.vllm.capture_plan import CapturePlan, Document
+from spectrain.engines.vllm.document_files import read_document, with_normalizer
+from spectrain.engines.vllm.requests import OpenVLLM, VLLMClient, completions, completions_in_order
 from spectrain.errors import RunError
 from spectrain.target.head import TargetHead
 from spectrain.target.model import choose_device
@@ -49,68 +44,6 @@ from spectrain.target.spec import TargetSpec
 _FLUSH_S, _PATIENCE_S = 1.0, 60.0
 _ATTEMPTS = 3  # to have a document's hidden states
 _HEADROOM_BYTES = 1 << 30
-
-
-@dataclass(frozen=True)
-class CapturePlan:
-    """What is captured. ``num_layers``: of the target; the output of its last layer is captured beside the taps."""
-
-    meta: StoreMeta
-    num_layers: int
-    shard_bytes: int
-    stock: bool = False
-
-    @property
-    def layers(self) -> list[int]:
-        """Residual stream after so many layers, ascending: in this order vLLM keeps them."""
-        return sorted({*self.meta.tap_ids, self.num_layers})
-
-    def engine_args(self, session: Session) -> dict[str, Any]:
-        """Engine arguments that make a vLLM capture into ``session``."""
-        connector: dict[str, Any] = {"kv_role": "kv_producer"}
-        if self.stock:
-            connector |= {"kv_connector": "ExampleHiddenStatesConnector"}
-            connector["kv_connector_extra_config"] = {"shared_storage_path": str(session.folder)}
-        else:
-            connector |= {
-                "kv_connector": "StatesConnector",
-                "kv_connector_module_path": "spectrain.engines.vllm.connector",
-            }
-            connector["kv_connector_extra_config"] = {
-                "incoming": str(session.folder.resolve()),
-                "meta": dataclasses.asdict(self.meta),
-                "shard_bytes": self.shard_bytes,
-            }
-        speculation = {
-            "method": "extract_hidden_states",
-            "num_speculative_tokens": 1,
-            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": self.layers}},
-        }
-        return {"speculative_config": speculation, "kv_transfer_config": connector}
-
-
-@dataclass(frozen=True)
-class Document:
-    """What is sent through the target. ``generated``: [start, end) of the ids that the target generated."""
-
-    key: str
-    split: str
-    ids: list[int]
-    generated: list[tuple[int, int]]
-
-    @classmethod
-    def of(cls, response: Response) -> Document:
-        ids, generated = response.input_ids.tolist(), generated_ranges(response.loss_mask)
-        return cls(response.key, response.split, ids, generated)
-
-    def request(self) -> Request:
-        described = describe(self.key, self.split, self.generated, last_id=self.ids[-1])
-        return Request(self.key, self.ids[:-1], max_tokens=1, states=described)
-
-
-def describe(key: str, split: str, generated: Sequence[tuple[int, int]], last_id: int | None = None) -> dict[str, Any]:
-    """``Request.states`` of a document: prompt and ``last_id``, or prompt and answer where that is None (one pass)."""
-    return {PARAMS: {"key": key, "split": split, "generated": [list(pair) for pair in generated], "last_id": last_id}}
 
 
 class VLLMCapture:
@@ -196,11 +129,24 @@ class VLLMCapture:
         head = self._head()
         for path in session.shards():
             for states in session.take(path):
-                yield _with_normalizer(states, head, meta.dtype)
+                yield with_normalizer(states, head, meta.dtype)
         session.remove()
 
-    def plan(self, meta: StoreMeta, shard_bytes: int) -> CapturePlan:
-        return CapturePlan(meta, self._spec.num_layers, shard_bytes, self._stock)
+    @contextmanager
+    def asking(self, meta: StoreMeta, responses: Sequence[Response], folder: Path) -> Iterator[VLLMClient]:
+        """A vLLM that writes a file for each document it is asked for, below ``folder`` unless it runs already; checked
+        with the shortest of ``responses``, and closed at the end, with what nobody has read.
+        """
+        plan = self.plan(meta, 1 << 26, apart=True)
+        remove_leftovers(folder)
+        try:
+            with self.running(plan, folder, "fit", map(_name_and_ids, responses)) as (client, _):
+                yield client
+        finally:
+            remove_leftovers(folder)
+
+    def plan(self, meta: StoreMeta, shard_bytes: int, apart: bool = False) -> CapturePlan:
+        return CapturePlan(meta, self._spec.num_layers, shard_bytes, self._stock, apart)
 
     @contextmanager
     def running(
@@ -211,9 +157,15 @@ class VLLMCapture:
         check_with = [Document(name, "train", ids, []) for name, ids in check_prefixes(documents)]
         check.prepare([document.ids for document in check_with])
         session = Session(folder, plan.meta)
-        with self._open_vllm(purpose, plan.engine_args(session)) as client:
+        runs_already = plan.apart and self._engine.name == "vllm_server" and self._engine.urls
+        with self._open_vllm(purpose, {} if runs_already else plan.engine_args(session)) as client:
             _check_client(check, client, session, plan, check_with)
             yield client, session
+
+    def head_beside(self) -> TargetHead:
+        """The target's head in float32 while vLLM runs: on a GPU if there is room, else on the CPU."""
+        device = self._roomiest() if self._has_room() else torch.device("cpu")
+        return TargetHead.from_checkpoint(self._resolved.folder, torch.float32, device, self._target.trust_remote_code)
 
     def _head(self) -> TargetHead:
         """The target's head in float32, on the GPU with the most room if the target runs on one."""
@@ -239,8 +191,8 @@ class VLLMCapture:
     ) -> Iterator[TargetStates]:
         documents = {response.key: Document.of(response) for response in responses}
         for completion in completions(client, (document.request() for document in documents.values())):
-            states = _read_stock(completion, documents[completion.id], plan)
-            yield _with_normalizer(states, head, plan.meta.dtype)
+            states = read_document(completion, documents[completion.id], plan)
+            yield with_normalizer(states, head, plan.meta.dtype)
 
 
 def await_arrival(session: Session, keys: set[str]) -> set[str]:
@@ -295,9 +247,10 @@ def _check_client(
     """Send the documents that ``check`` was prepared with, and compare what comes back. Nothing of it stays."""
     if check.method == "off":
         return
-    found = completions_in_order(client, [document.request() for document in documents])
-    if plan.stock:
-        states = [_read_stock(*pair, plan) for pair in zip(found, documents, strict=True)]
+    names = [f"check-{uuid.uuid4().hex[:12]}" if plan.apart else None for _ in documents]
+    found = completions_in_order(client, [d.request(name) for d, name in zip(documents, names, strict=True)])
+    if plan.stock or plan.apart:
+        states = [read_document(*pair, plan) for pair in zip(found, documents, strict=True)]
     else:
         if await_arrival(session, {document.key for document in documents}):
             raise RunError(
@@ -314,31 +267,3 @@ def _by_key(responses: Iterable[Response]) -> dict[str, Response]:
 
 def _name_and_ids(response: Response) -> tuple[str, list[int]]:
     return response.key, response.input_ids.tolist()
-
-
-def _read_stock(completion: Completion, document: Document, plan: CapturePlan) -> TargetStates:
-    """The hidden states of one request from the file of vLLM's own connector, which is deleted."""
-    if completion.states_path is None:
-        raise RunError(
-            f"vLLM names no file with the hidden states of {document.key}: its hidden-states connector is not at work"
-        )
-    path = Path(completion.states_path)
-    lock = path.with_name(f"{path.name}.lock")
-    with lock.open() as file:
-        fcntl.flock(file, fcntl.LOCK_SH)  # sleeps until the writer is done
-        found = load_file(path)
-    path.unlink()
-    lock.unlink()
-    if found["token_ids"].tolist() != document.ids[:-1]:
-        raise RunError(f"{path} holds the hidden states of other tokens than those of {document.key}")
-    states_SIH = found["hidden_states"]
-    states_SIH = torch.cat([states_SIH, torch.zeros_like(states_SIH[:1])])  # the last token never ran
-    mask_S = mask_of_ranges(document.generated, len(document.ids))
-    ids_S = torch.tensor(document.ids, dtype=torch.int32)
-    taps, last = states_SIH[:, : len(plan.meta.tap_ids)], states_SIH[:, -1]
-    return TargetStates(ids_S, mask_S, taps, last, None, document.key, document.split)
-
-
-def _with_normalizer(states: TargetStates, head: TargetHead, dtype: str) -> TargetStates:
-    normalizer_S = stored_log_normalizer(head, states.last_hidden, predicts_generated(states.loss_mask), dtype)
-    return dataclasses.replace(states, log_normalizer=normalizer_S)

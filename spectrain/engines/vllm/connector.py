@@ -9,7 +9,9 @@ encodes them into the shard being gathered (``shard_thread.py``). The blocks are
 A request describes its document in ``kv_transfer_params``; requests without a description are not stored:
 ``{"spectrain": {"key", "split", "generated": [[start, end), ...], "last_id": int or None}}``.
 A document is the prompt and ``last_id``, or, where that is None, the prompt and the answer: so it is generated and
-captured in one pass. ``generated`` are the ranges that the target generated, without that answer.
+captured in one pass. ``generated`` are the ranges that the target generated, without that answer. With ``"file":
+name`` the document gets a file of its own, ``name.safetensors`` in the folder of the shards, and the reply says where
+(``kv_transfer_params.hidden_states_path``, as with vLLM's own connector).
 
 The last token of a document never runs, so it has no hidden states: its row is stored as zeros. No drafter reads the
 last row of a document, since what it would predict from there lies outside the document.
@@ -23,6 +25,7 @@ last tap), H hidden.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,6 +50,7 @@ from spectrain.data.loss_mask import mask_of_ranges
 from spectrain.engines.vllm.adopt_states import PARAMS
 from spectrain.engines.vllm.shard_thread import CopiedDocument, ShardWriter
 
+_FILE = re.compile(r"[A-Za-z0-9_-]{1,200}")  # a request must not choose another folder
 _ANSWERED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
 
@@ -60,6 +64,7 @@ class FinishedDocument:
     ids: list[int]
     generated: list[tuple[int, int]]
     block_ids: list[int]
+    file: str | None = None
 
 
 @dataclass
@@ -108,11 +113,13 @@ class StatesConnector(KVConnectorBase_V1, SupportsHMA):
             generated.append((request.num_prompt_tokens, len(ids)))
         else:
             ids = [*request.prompt_token_ids, int(params["last_id"])]
-        blocks = list(block_ids[self._group])
-        self._finished.append(
-            FinishedDocument(request.request_id, params["key"], params["split"], ids, generated, blocks)
-        )
-        return True, None
+        blocks, file = list(block_ids[self._group]), params.get("file")
+        if file is not None and not _FILE.fullmatch(file):
+            return False, None
+        document = (request.request_id, params["key"], params["split"], ids, generated, blocks, file)
+        self._finished.append(FinishedDocument(*document))
+        path = None if file is None else str(self._incoming / f"{file}.safetensors")
+        return True, None if path is None else {"hidden_states_path": path}
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         finished, self._finished = self._finished, []
@@ -201,7 +208,8 @@ class StatesConnector(KVConnectorBase_V1, SupportsHMA):
         self._copies[document.request_id] = event
         mask_S = mask_of_ranges(document.generated, length)
         ids_S = torch.tensor(document.ids, dtype=torch.int32)
-        self._writer.put(CopiedDocument(document.key, document.split, ids_S, mask_S, states_SIH, event))
+        states = (ids_S, mask_S, states_SIH, event)
+        self._writer.put(CopiedDocument(document.key, document.split, *states, document.file))
 
 
 def _states_group(kv_cache_config: Any) -> int:

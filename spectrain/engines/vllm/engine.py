@@ -29,7 +29,8 @@ from spectrain.data.prompts import Conversation
 from spectrain.data.responses import Response, Sampling, response_key
 from spectrain.engines.conversations import Dialogue, Turns
 from spectrain.engines.vllm.adopt_states import Session
-from spectrain.engines.vllm.capture_states import VLLMCapture, await_arrival, describe
+from spectrain.engines.vllm.capture_plan import describe
+from spectrain.engines.vllm.capture_states import VLLMCapture, await_arrival
 from spectrain.engines.vllm.requests import Completion, OpenVLLM, Request, VLLMClient, completions
 from spectrain.errors import RunError
 from spectrain.target.resolve import ResolvedTarget

@@ -52,9 +52,8 @@ def open_vllm(
     """
     if record_rounds:
         engine = replace(engine, name="vllm", data_parallel_size=1)
-    elif engine.name == "vllm" and engine.data_parallel_size > 1:
-        concurrency = (engine.max_num_seqs or _REQUESTS_PER_RANK) * engine.data_parallel_size * 5 // 4 + 1
-        engine = replace(engine, name="vllm_server", urls=(), replicas=1, devices=(), concurrency=concurrency)
+    elif engine.data_parallel_size > 1:
+        engine = as_server(engine)
     if engine.name == "vllm":
         args = engine_args(engine, target, folder, extra_args)
         return VLLMProcess(engine, args, logs / f"vllm-{purpose}.log", record_rounds)
@@ -63,6 +62,14 @@ def open_vllm(
     else:
         endpoints = _started(engine, target, folder, logs, purpose, extra_args)
     return ServerPool(endpoints, engine.retries, engine.request_timeout_s, engine.startup_timeout_s)
+
+
+def as_server(engine: EngineConfig) -> EngineConfig:
+    """The same vLLM as a server, which several processes can ask."""
+    if engine.name != "vllm":
+        return engine
+    concurrency = (engine.max_num_seqs or _REQUESTS_PER_RANK) * engine.data_parallel_size * 5 // 4 + 1
+    return replace(engine, name="vllm_server", urls=(), replicas=1, devices=(), concurrency=concurrency)
 
 
 def _running(

@@ -45,13 +45,14 @@ _KEEP_S = 2.0  # an idle connection is dropped before the server drops it (5 s):
 @dataclass(eq=False)
 class Endpoint:
     """One server. ``name``: for messages, its URL; ``model``: the target's name there; ``server``: its process if it
-    was started here.
+    was started here; ``socket``: where it listens if another process of this machine has started it.
     """
 
     name: str
     model: str
     concurrency: int
     server: ServerProcess | None = None
+    socket: str | None = None
     up: bool = True
     restarts_left: int = 1
     restarting: bool = False
@@ -65,11 +66,17 @@ class Endpoint:
             max_connections=None, max_keepalive_connections=self.concurrency, keepalive_expiry=_KEEP_S
         )
         timeout = httpx2.Timeout(None, connect=_CONNECT_S)  # the rest is bounded for each request
-        if self.server is None:
+        socket = self.socket if self.server is None else str(self.server.socket)
+        if socket is None:
             self.client = httpx2.AsyncClient(base_url=self.name, limits=limits, timeout=timeout)
         else:
-            transport = httpx2.AsyncHTTPTransport(uds=str(self.server.socket), limits=limits)
+            transport = httpx2.AsyncHTTPTransport(uds=socket, limits=limits)
             self.client = httpx2.AsyncClient(base_url="http://localhost", transport=transport, timeout=timeout)
+
+    def elsewhere(self) -> Endpoint:
+        """The same server for another process of this machine, which does not start it again."""
+        socket = self.socket if self.server is None else str(self.server.socket)
+        return Endpoint(self.name, self.model, self.concurrency, socket=socket)
 
     @property
     def is_alive(self) -> bool:

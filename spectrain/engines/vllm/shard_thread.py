@@ -51,6 +51,7 @@ class CopiedDocument:
     loss_mask: Tensor  # [S] uint8
     states: Tensor
     event: _Event | None
+    file: str | None = None  # a file for it alone, by its name without ending; None: in a shard among others
 
     @property
     def bytes(self) -> int:
@@ -128,11 +129,15 @@ class ShardWriter:
         if document.event is not None:
             document.event.synchronize()
         taps, last = document.states[:, : len(self._meta.tap_ids)], document.states[:, -1]
+        states = TargetStates(document.input_ids, document.loss_mask, taps, last, None, document.key, document.split)
+        if document.file is not None:
+            alone = ShardBuffer(self._meta, 0)
+            alone.add(states)
+            alone.write(self._folder / f"{document.file}.safetensors", self._described())
+            return
         if not self._buffer.fits(len(document.input_ids)):
             self._write()
-        self._buffer.add(
-            TargetStates(document.input_ids, document.loss_mask, taps, last, None, document.key, document.split)
-        )
+        self._buffer.add(states)
         if self._buffer.full:
             self._write()
 
@@ -141,8 +146,11 @@ class ShardWriter:
         if not self._buffer.keys:
             return
         path = self._folder / f"{self._name}-{self._written:05d}.safetensors"
-        self._buffer.write(path, {META: json.dumps(dataclasses.asdict(self._meta))})
+        self._buffer.write(path, self._described())
         self._written += 1
+
+    def _described(self) -> dict[str, str]:
+        return {META: json.dumps(dataclasses.asdict(self._meta))}
 
     def _tell(self, reason: str) -> None:
         """Leave the reason for the capturing process. A full disk has room for an empty file at least, and its name
