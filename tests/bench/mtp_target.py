@@ -82,7 +82,7 @@ def main() -> None:
 def questions(path: Path, count: int) -> list[tuple[str, str]]:
     """(first sentence, the rest) of each question that has both, without the instruction behind it."""
     found = []
-    for line in path.read_text(encoding="utf-8").splitlines()[:count]:
+    for line in path.read_text(encoding="utf-8").split("\n")[:count]:
         text = json.loads(line)["turns"][0].split("\nPlease reason")[0]
         first, dot, rest = text.partition(". ")
         if dot and rest:
