@@ -276,9 +276,10 @@ def _target(config: SpectrainConfig, drafter: ServingConfig, keys: set[str]) -> 
 
 
 def _check_vocab(drafter: ServingConfig) -> None:
-    """A drafter whose weights are here numbers its vocabulary in one way."""
+    """A drafter whose weights are here numbers its vocabulary in one way. A target's own head has all of it."""
     method = known_method(drafter.method)
-    if method is not None and method.trainable and weight_files(Path(drafter.path)):
+    numbered = method is not None and method.trainable and not method.serves_as_target
+    if numbered and weight_files(Path(drafter.path)):
         check_vocab(Path(drafter.path))
 
 

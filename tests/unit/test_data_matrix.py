@@ -68,7 +68,7 @@ def test_a_column_is_of_the_same_prompts_under_the_same_conditions():
 
 
 def test_what_is_no_drafter_of_the_run_has_no_cell():
-    others = [record("ngram", 3, None, suite="x"), measured("x", [1, 2], method="mtp-untuned", acceptance_length=9.0)]
+    others = [record("ngram", 3, None, suite="x"), replace(measured("x", [9, 9]), method="eagle3-untuned")]
     ours = replace(measured("x", [1, 2]), acceptance_length=1.5)
     (matrix,) = data_matrices({"a": [ours, *others], "b": [measured("x", [8, 8])]})
     assert matrix.cells["a"]["x"].tau == 1.5 and not matrix.cells["a"]["x"].best
