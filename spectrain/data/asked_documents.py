@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 
 import numpy as np
@@ -54,6 +55,7 @@ class Asked:
         found = [(document, split) for key, split in self.splits() for document in (key, *further.get(key, ()))]
         return Asked(Strings(key for key, _ in found), np.array([split == "heldout" for _, split in found], dtype=bool))
 
+    @cached_property
     def digest(self) -> str:
         """As ``files.digest_strings`` of the list of ``splits``."""
         digest, pairs, first = hashlib.sha256(), self.splits(), True

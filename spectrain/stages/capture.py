@@ -59,7 +59,7 @@ def growing_inputs(context: Context) -> dict[str, object]:
 
 
 def _growing(asked: Asked) -> dict[str, object]:
-    return {"responses": f"{len(asked)} ({asked.digest()[:8]})"}
+    return {"responses": f"{len(asked)} ({asked.digest[:8]})"}
 
 
 def capture(context: Context) -> None:

@@ -36,6 +36,7 @@ TOKENS, PROMPT = 48, 24  # of a document, and of these, its prompt
 PART, SHARD = 256, 512  # responses of a part, documents of a shard
 HELDOUT = 64
 STAGES = ("generate", "capture", "fit")
+_SETTLES_S = 2.1  # what changed just now is not remembered
 _WORDS = ("cat", "dog", "sun", "tree", "river", "stone", "blue", "red", "fast", "slow")
 
 
@@ -98,7 +99,7 @@ def write_outputs(folder: Path, states: bool) -> None:
         _write_responses(context.run_dir.responses, keys, [*train, *heldout], sampling)
         if states:
             _write_states(context.run_dir.hidden_states, keys, context.store_meta())
-        time.sleep(2.1)  # what changed just now is not remembered
+        time.sleep(_SETTLES_S)
         remember(context)
 
 
@@ -140,6 +141,8 @@ def _write_responses(folder: Path, keys: Sequence[str], prompts: Sequence, sampl
 
 def _write_states(folder: Path, keys: Sequence[str], meta: object) -> None:
     from spectrain.data.hidden_states import ShardRecord, StoreIndex
+    from spectrain.data.shard_damage import remember_verified
+    from spectrain.files import FileState
 
     folder.mkdir(parents=True)
     records = []
@@ -152,6 +155,8 @@ def _write_states(folder: Path, keys: Sequence[str], meta: object) -> None:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         records.append(ShardRecord(path.name, len(own), len(own) * TOKENS, path.stat().st_size, digest))
     StoreIndex(meta, tuple(records)).write(folder)
+    time.sleep(_SETTLES_S)
+    remember_verified(folder, {r.file: [*FileState.of(folder / r.file), r.sha256] for r in records})  # as capture does
 
 
 def _write_shard(path: Path, keys: Sequence[str], ids: Sequence, meta: object) -> None:

@@ -45,11 +45,11 @@ def test_what_is_asked_for_is_what_a_dict_of_splits_says(
     wanted = {document: split for key, split in splits.items() for document in (key, *found.get(key, ()))}
     whole = asked.with_further(Strings(stored))
     assert list(whole.splits()) == list(wanted.items())
-    assert whole.digest() == digest_strings(list(wanted.items()))
+    assert whole.digest == digest_strings(list(wanted.items()))
 
 
 def test_the_digest_of_many_is_that_of_their_list() -> None:
     many = [f"{number:05x}" for number in range(40_000)]
-    assert Asked.of(many[9:], many[:9]).digest() == digest_strings(
+    assert Asked.of(many[9:], many[:9]).digest == digest_strings(
         [(key, "train") for key in many[9:]] + [(key, "heldout") for key in many[:9]]
     )
