@@ -70,7 +70,8 @@ def serving_table(records: Sequence[EvaluationRecord]) -> Table:
         caption_justify="left",
     )
     for name in shown:
-        table.add_column(name, justify="left" if name in ("load", "method") else "right", overflow="fold")
+        words = name in ("load", "method")
+        table.add_column(name, justify="left" if words else "right", overflow="fold", no_wrap=not words)
     for row in serving_rows(records):
         speed = f"{row['speedup']} {row['speedup_interval'] and '(' + row['speedup_interval'] + ')'}".strip()
         cells = (row["load"], row["method"], row["tokens_per_s"], speed, row["ttft"], row["tpot"], row["itl"])
