@@ -10,8 +10,8 @@ import time
 from collections.abc import Iterator
 
 import torch
-from host_synchronisations import HostSynchronisations
 from gpu_table import Row, judged
+from host_synchronisations import HostSynchronisations
 from tensor_memory import TensorMemory
 from torch.utils.flop_counter import FlopCounterMode
 from training_step import QWEN3_8B, TargetSize, Text, TrainingStep
