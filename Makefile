@@ -13,6 +13,7 @@
 # make smoke   every recipe from end to end on a tiny target of its architecture; SAMPLE: only so many
 # make results  a sweep of methods and numbers of drafts on SmolLM2, into eval/results; SUITES and PROMPTS say of what
 # make bench   speed and memory against plain reference implementations
+# make gpu-check  all that only a GPU can show, in at most ten minutes: a table to paste into an issue. Without a GPU it says so
 #
 # PYTHON       the interpreter that makes .venv (3.11 or newer)
 # TORCH_INDEX  address of a package index with the torch build you want, e.g. for CPU; empty: pip's own configuration decides
@@ -33,7 +34,7 @@ TORCH := torch==2.13.0
 # One thread a process: the tests are many and small.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: setup vllm browser deepspeed demo results test lint unit test-fast mutations recipes reference smoke bench clean
+.PHONY: setup vllm browser deepspeed demo results test lint unit test-fast mutations recipes reference smoke bench gpu-check clean
 
 setup: $(READY)
 
@@ -110,6 +111,9 @@ smoke: setup
 
 bench: vllm
 	for bench in tests/bench/bench_*.py; do OMP_WAIT_POLICY=PASSIVE $(BIN)/python $$bench || exit 1; done
+
+gpu-check: setup
+	$(BIN)/python tests/gpu
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache

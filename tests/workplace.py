@@ -22,9 +22,11 @@ def write_prompts(path: Path, numbers: range) -> None:
             file.write(json.dumps(conversation) + "\n")
 
 
-def make(folder: Path) -> list[str]:
-    """Target and prompts in ``folder``; returns the arguments that make a run of them (``run.dir`` is the caller's)."""
-    target = tiny_target("llama", folder / "target", num_hidden_layers=7)
+def make(folder: Path, **shape: int) -> list[str]:
+    """Target (``shape``: fields of its configuration) and prompts in ``folder``; returns the arguments that make a run
+    of them (``run.dir`` is the caller's).
+    """
+    target = tiny_target("llama", folder / "target", num_hidden_layers=7, **shape)
     write_prompts(folder / "train.jsonl", range(16))
     write_prompts(folder / "heldout.jsonl", range(16, 22))
     return [

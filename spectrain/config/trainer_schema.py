@@ -72,8 +72,10 @@ class TrainerConfig(Section, name="trainer"):
         0.0, "learning rate of the last step, as a share of the greatest", at_least=0, at_most=1
     )
     max_grad_norm: float = key(1.0, "norm to which longer gradients are cut", above=0, at_most=1e12)
-    precision: Literal["float32", "bfloat16"] = key(
-        "float32", "what training computes in; bfloat16 by autocast, the weights themselves stay float32"
+    precision: Literal["auto", "float32", "bfloat16"] = key(
+        "auto",
+        "what training computes in; auto: bfloat16 on a GPU, float32 on a CPU. bfloat16 is by autocast, the weights "
+        "themselves stay float32",
     )
     eval_every_steps: int | None = key(
         None,
@@ -100,6 +102,12 @@ class TrainerConfig(Section, name="trainer"):
     )
     prefetch_batches: int = key(2, "batches that each of them makes ahead", at_least=1, at_most=1024)
     seed: int = key(0, "seed of the order of documents and of what training draws", at_least=0, below=SEEDS)
+
+    def precision_on(self, accelerator: bool) -> Literal["float32", "bfloat16"]:
+        """What ``precision`` is where training runs: on an accelerator or on a CPU."""
+        if self.precision == "auto":
+            return "bfloat16" if accelerator else "float32"
+        return self.precision
 
     def _check(self) -> None:
         require(

@@ -174,12 +174,10 @@ def training_passes(context: Context) -> tuple[Pass, Pass]:
     drafts = max(config.decoding.num_speculative_tokens, method.max_drafts(drafter) or 0)
     one = BatchSize(batch.tokens / trainer.micro_batch_size, batch.generated_tokens / trainer.micro_batch_size)
     one = max(one, *_heldout(context), key=lambda size: size.tokens)  # a longer document is scored whole and alone
-    accelerator, state_bytes = on_accelerator(context), _DTYPE_BYTES["float32"]
-    if context.states_dtype == "bfloat16":
-        state_bytes = 2
+    accelerator, state_bytes = on_accelerator(context), 2 if context.states_dtype == "bfloat16" else 4
     keys = _mean_keys(context)
     backend = drafter.attention if drafter.attention != "auto" else "flex" if accelerator else "eager"
-    number_bytes = _DTYPE_BYTES[trainer.precision]
+    number_bytes = _DTYPE_BYTES[trainer.precision_on(accelerator)]
     rows = method.training_rows(drafter, trainer, batch)
     common = (keys, backend, number_bytes, state_bytes, accelerator)
     training = Pass(rows, batch.tokens, *common, trainer.gradient_checkpointing)
@@ -316,7 +314,7 @@ def device_speed(context: Context) -> MachineSpeed:
     device, share = context.planned_device, context.config.plan.utilisation
     if device is None:
         return measure_speed(context)
-    peak, training = device.peak_flops(context.dtype_name), device.peak_flops(context.config.trainer.precision)
+    peak, training = map(device.peak_flops, (context.dtype_name, context.config.trainer.precision_on(True)))
     return MachineSpeed(peak, device.bytes_per_s * _BANDWIDTH_SHARE, training, share, share)
 
 

@@ -171,7 +171,7 @@ def _work_lines(context: Context, numbers: Estimate, seconds: dict[str, float]) 
     epochs = training_epochs(context)
     name = "this machine, measured"
     if device is not None:
-        peak = device.peak_flops(config.trainer.precision) / 1e12
+        peak = device.peak_flops(config.trainer.precision_on(accelerator=True)) / 1e12
         name = f"{device.label}, {config.plan.utilisation:.0%} of {peak:,.0f} TFLOPS in training"
     written = numbers.states_bytes / max(seconds["capture"] or seconds["generate"], 1e-9)
     read = numbers.states_bytes * epochs / max(seconds["fit"], 1e-9)

@@ -227,10 +227,10 @@ class Trainer:
             )
 
     def _backward(self, batch: PackedBatch, sums: StepSums, counts: bool, is_last: bool) -> None:
-        batch = batch.to(self.accelerator.device)
-        with torch.autocast(
-            self.accelerator.device.type, torch.bfloat16, enabled=self.config.trainer.precision == "bfloat16"
-        ):
+        device = self.accelerator.device
+        batch = batch.to(device)
+        precision = self.config.trainer.precision_on(device.type != "cpu")
+        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16"):
             losses = self.strategy.losses(batch)
         losses = losses if counts else losses.times(0)
         sums.add(losses, batch.num_tokens if counts else 0)

@@ -88,7 +88,7 @@ class Zero(Strategy):
 
     def _settings(self) -> dict[str, Any]:
         config = self.config
-        bfloat16 = config.precision == "bfloat16"
+        bfloat16 = config.precision_on(self.accelerator.device.type != "cpu") == "bfloat16"
         return {
             "train_micro_batch_size_per_gpu": config.micro_batch_size,
             "gradient_accumulation_steps": config.gradient_accumulation,

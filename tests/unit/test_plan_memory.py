@@ -2,105 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
-import torch
 from tensor_memory import TensorMemory
-from transformers import Qwen3Config
+from training_step import TrainingStep
 
 from spectrain.config.loading import compose
-from spectrain.data.packing import Draw, PackedBatch
-from spectrain.data.vocab import full_vocab
 from spectrain.drafters.registry import BatchSize, find_method
 from spectrain.stages.training_memory import STRATEGIES, DrafterSize, Pass, rank_memory
-from spectrain.target.families import FAMILIES, HeadMath
-from spectrain.target.head import TargetHead
 from spectrain.target.spec import TargetSpec
-from spectrain.training.optim import build_optimizers
-from spectrain.training.strategies import sharded_layers
 
-HIDDEN, VOCAB, TOKENS, DOCUMENTS, ANSWERED = 128, 1000, 512, 4, 0.8
 BLOCK = ("drafter.block.block_size=8", "drafter.block.anchors=128", "drafter.dspark.markov_rank=32")
 
 
 def count_and_estimate(*arguments: str) -> tuple[float, float]:
     """(peak bytes of the third step, those of the account)."""
-    config = compose(["recipe=quickstart", "drafter.draft_vocab_size=null", "drafter.taps=[2,6,9]", *arguments])
-    spec = TargetSpec.from_config(
-        Qwen3Config(
-            hidden_size=HIDDEN,
-            intermediate_size=3 * HIDDEN,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,
-            vocab_size=VOCAB,
-            num_hidden_layers=12,
-        )
-    )
-    method = find_method(config.drafter.method)
-    drafter = method.build(method.shape(config.drafter, spec), full_vocab(VOCAB), config.drafter)
-    drafter.reset(torch.Generator().manual_seed(0))
-    math = HeadMath(family=FAMILIES["llama"], hidden_size=HIDDEN, eps=1e-6, embed_scale=1.0, soft_cap=None)
-    head = TargetHead(math, torch.randn(VOCAB, HIDDEN), torch.ones(HIDDEN), torch.randn(VOCAB, HIDDEN) * 0.05)
-    drafter.attach(head)
-    for layer in sharded_layers(drafter):
-        layer.recompute = config.trainer.gradient_checkpointing
-    number_bytes = 2 if config.trainer.precision == "bfloat16" else 4
-    states = torch.bfloat16 if number_bytes == 2 else torch.float32
-    length = TOKENS // DOCUMENTS
-    position_T = torch.arange(length).repeat(DOCUMENTS)
-    batch = PackedBatch(
-        torch.randint(0, VOCAB, (TOKENS,)),
-        position_T >= int(length * (1 - ANSWERED)),
-        position_T,
-        torch.arange(DOCUMENTS).repeat_interleave(length),
-        torch.randn(TOKENS, 3, HIDDEN, dtype=states),
-        torch.randn(TOKENS, HIDDEN, dtype=states),
-        torch.full((TOKENS,), 7.0),
-        Draw(0, 0, tuple(range(DOCUMENTS)), TOKENS),
-    )
-    optimizers = build_optimizers(drafter, config.trainer)
-    given = [value for value in vars(batch).values() if isinstance(value, torch.Tensor)]
-    with TensorMemory(*drafter.parameters(), *head.buffers(), *given) as memory:
+    step = TrainingStep(arguments)
+    with TensorMemory(*step.given) as memory:
         for _ in range(3):
             memory.restart()
-            with torch.autocast("cpu", torch.bfloat16, enabled=number_bytes == 2):
-                losses = drafter(batch)
-            losses.loss.backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-            del losses
-    rows = method.training_rows(
-        config.drafter, replace(config.trainer, packed_length=TOKENS), BatchSize(TOKENS, TOKENS * ANSWERED)
-    )
-    keys = length * (1 - ANSWERED / 2)
-    work = Pass(
-        rows, TOKENS, keys, config.drafter.attention.replace("auto", "eager"), number_bytes, number_bytes, False
-    )
-    work = replace(work, recompute=config.trainer.gradient_checkpointing)
-    estimate = rank_memory(size_of(drafter, config.drafter.num_layers), work, work, ranks=1)
-    moments = estimate.moments
+            step.run()
+    moments = step.planned().moments
     return memory.peak, max(moments["forward"], moments["backward"])
-
-
-def size_of(drafter: torch.nn.Module, layers: int) -> DrafterSize:
-    every = list(drafter.parameters())
-    return DrafterSize(
-        layer=drafter.shape.layer,
-        num_layers=layers,
-        num_taps=3,
-        parameters=sum(p.numel() for p in every),
-        trained=sum(p.numel() for p in every),
-        matrix_entries=sum(p.numel() for p in every if p.ndim > 1),
-        largest_layer=0,
-        momentum_only=0,
-        draft_vocab=VOCAB,
-        head_entries=2 * VOCAB * HIDDEN,
-        owns_head=False,
-        trains_head=False,
-    )
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])

@@ -1,0 +1,19 @@
+"""All checks, in the order of the table: what fails first explains what fails later."""
+
+from __future__ import annotations
+
+from gpu_commands import check_ranks, check_served
+from gpu_kernels import check_attention, check_graphs
+from gpu_steps import check_memory, check_speed, check_synchronisations, check_training
+from gpu_table import Check
+
+CHECKS: tuple[tuple[str, Check], ...] = (
+    ("attention", check_attention),
+    ("graphs", check_graphs),
+    ("training", check_training),
+    ("synchronisations", check_synchronisations),
+    ("speed", check_speed),
+    ("memory", check_memory),
+    ("ranks", check_ranks),
+    ("vLLM", check_served),
+)

@@ -1,0 +1,161 @@
+"""Training steps on a device: the numbers of a CPU, without waiting for the device, how fast, and how large.
+
+Sizes on a GPU are those of drafters of Qwen3-8B with packed sequences of 4,096 tokens; of a CPU, which runs this only
+in tests, tiny.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import torch
+from gpu_table import Row, judged
+from host_synchronisations import HostSynchronisations
+from tensor_memory import TensorMemory
+from torch.utils.flop_counter import FlopCounterMode
+from training_step import QWEN3_8B, TargetSize, Text, TrainingStep
+
+from spectrain.config.plan_schema import DEVICES
+
+KINDS = ("eagle3", "peagle", "dflash", "dspark", "dflash2")
+_BLOCKS = ("drafter.block.block_size=8", "drafter.block.anchors=128", "drafter.dspark.markov_rank=32")
+_LARGE_BLOCKS = ("drafter.block.block_size=8", "drafter.block.anchors=512")
+_ROUNDING = 2e-3  # relative, float32 with products in TF32 at most
+_PLAN_ERROR = 0.3  # relative
+_STEPS, _WARM_UP = 5, 3
+
+
+def arguments(kind: str, *more: str, large: bool = False) -> tuple[str, ...]:
+    blocks = _LARGE_BLOCKS if large else _BLOCKS
+    return (f"drafter={kind}", *(blocks if kind.startswith("d") else ()), *more)
+
+
+def large_step(kind: str, device: str) -> TrainingStep:
+    """Of the size that is measured."""
+    if device == "cpu":
+        return TrainingStep(arguments(kind), TargetSize(vocab=200), Text(128, 2), device)
+    return TrainingStep(arguments(kind, large=True), QWEN3_8B, Text(4096, 4), device)
+
+
+def check_training(device: str) -> Iterator[Row]:
+    """Loss and gradients in float32, against those of plain products on a CPU."""
+    for kind in KINDS:
+        step, plain = (
+            TrainingStep(arguments(kind, "trainer.precision=float32", *more), device=where)
+            for where, more in ((device, ()), ("cpu", ("drafter.loss.implementation=reference",)))
+        )
+        plain.drafter.load_state_dict(step.drafter.state_dict())
+        plain.drafter.attach(step.drafter.head.to("cpu"))
+        plain.batch = step.batch.to("cpu")
+        wanted = _loss_and_gradients(plain)
+        step.drafter.attach(step.drafter.head.to(device))
+        found = _loss_and_gradients(step)
+        worst = max(
+            float((one - other).norm() / other.norm().clamp(min=1e-12))
+            for one, other in zip(found, wanted, strict=True)
+        )
+        yield judged(f"losses of {kind}", worst <= _ROUNDING, f"loss and gradients differ from a CPU's by {worst:.1e}")
+
+
+def check_synchronisations(device: str) -> Iterator[Row]:
+    """Forward and backward ask the device for nothing. On a GPU torch itself raises where one would wait."""
+    for kind in KINDS:
+        step = TrainingStep(arguments(kind, "drafter.attention=sdpa"), device=device)
+        step.batch = step.batch.to("cpu").to(device)
+        step.run()  # what is made once
+        with HostSynchronisations() as counted:
+            if device == "cuda":
+                torch.cuda.set_sync_debug_mode("error")
+            try:
+                step.forward().loss.backward()
+            finally:
+                if device == "cuda":
+                    torch.cuda.set_sync_debug_mode("default")
+        yield judged(
+            f"synchronisations of {kind}", not counted.found, f"{len(counted.found)} between forward and backward"
+        )
+
+
+def check_speed(device: str) -> Iterator[Row]:
+    """Tokens/s of optimiser steps, and the share of the peak that their matrix products reach."""
+    peak = _measured_peak(device)
+    named = _data_sheet(device)
+    yield judged("matrix products", True, f"{peak / 1e12:.3g} TFLOPS measured in the type of training{named}")
+    for kind in KINDS:
+        step = large_step(kind, device)
+        for _ in range(_WARM_UP):
+            step.run()
+        seconds = _seconds(step, device)
+        with FlopCounterMode(display=False) as counter:
+            step.run()
+        share = counter.get_total_flops() / seconds / peak
+        tokens = step.text.tokens / seconds
+        yield judged(f"speed of {kind}", True, f"{tokens:,.0f} tokens/s, products at {share:.0%} of the measured peak")
+        del step
+
+
+def check_memory(device: str) -> Iterator[Row]:
+    """Peak of a step beside what ``plan`` says."""
+    for kind in KINDS:
+        step = large_step(kind, device)
+        if device == "cuda":
+            step.run()
+            torch.cuda.reset_peak_memory_stats()
+            step.run()
+            found = float(torch.cuda.max_memory_allocated())
+        else:
+            with TensorMemory(*step.given) as memory:
+                step.run()
+                memory.restart()
+                step.run()
+            found = float(memory.peak)
+        moments = step.planned().moments
+        planned = max(moments["forward"], moments["backward"])
+        error = found / planned - 1
+        figure = f"{found / 1e9:.3g} GB, plan says {planned / 1e9:.3g} GB ({error:+.0%})"
+        yield judged(f"memory of {kind}", abs(error) <= _PLAN_ERROR, figure)
+        del step
+
+
+def _loss_and_gradients(step: TrainingStep) -> list[torch.Tensor]:
+    losses = step.forward()
+    losses.loss.backward()
+    return [t.detach().cpu() for t in (losses.loss, *(p.grad for p in step.drafter.parameters() if p.grad is not None))]
+
+
+def _seconds(step: TrainingStep, device: str) -> float:
+    """Of one step, in the mean."""
+    _wait(device)
+    started = time.perf_counter()
+    for _ in range(_STEPS):
+        step.run()
+    _wait(device)
+    return (time.perf_counter() - started) / _STEPS
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def _measured_peak(device: str) -> float:
+    """Operations/s of a large product, bfloat16 on a GPU and float32 on a CPU."""
+    size, dtype = (8192, torch.bfloat16) if device == "cuda" else (256, torch.float32)
+    a = torch.randn(size, size, device=device, dtype=dtype)
+    best = float("inf")
+    for _ in range(8):
+        _wait(device)
+        started = time.perf_counter()
+        a @ a
+        _wait(device)
+        best = min(best, time.perf_counter() - started)
+    return 2 * size**3 / best
+
+
+def _data_sheet(device: str) -> str:
+    if device != "cuda":
+        return ""
+    name = torch.cuda.get_device_name(0).lower()
+    known = [entry for key, entry in DEVICES.items() if key.partition("_")[0] in name]
+    return f", {known[0].bfloat16_flops / 1e12:,.0f} by the data sheet" if known else ""
