@@ -49,7 +49,9 @@ def main() -> None:
     tokenizer = make_tokenizer([f"{first} {rest}" for first, rest in pairs])
     folder = options.out / "target"
     folder.mkdir(parents=True, exist_ok=True)
-    for name, part in (("train", pairs[:-HELDOUT]), ("heldout", pairs[-HELDOUT:])):
+    asked = {first for first, _ in pairs[:-HELDOUT]}
+    heldout = [pair for pair in pairs[-HELDOUT:] if pair[0] not in asked]  # two questions may begin alike
+    for name, part in (("train", pairs[:-HELDOUT]), ("heldout", heldout)):
         lines = [json.dumps({"turns": [first]}) for first, _ in part]
         (options.out / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     documents = [encoded(tokenizer, first, rest) for first, rest in pairs[:-HELDOUT]]

@@ -123,7 +123,7 @@ def test_groups_and_options_exist(page: Path) -> None:
     """``trainer=muon`` in running text. One that the page tells the reader to write is not there."""
     groups, text = "|".join(GROUP_FOLDERS), page.read_text(encoding="utf-8")
     for group, option in re.findall(rf"`({groups})=([a-z]\w*)`", text):
-        if f"write a file `data_gen/{group}/{option}.yaml`" not in text:
+        if f"write a file `{option}.yaml`" not in text:
             compose([f"{group}={option}"])
 
 
