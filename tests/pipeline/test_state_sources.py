@@ -128,7 +128,7 @@ def test_what_cannot_be_is_refused_before_work(command, given, named, arguments,
 
 def test_a_plan_shows_the_disk_that_hidden_states_take(arguments, tmp_path, capsys):
     shown = {}
-    for given in (["stored"], ["inprocess"], ["cached", "states.cache_bytes=1000000"]):
+    for given in (["stored"], ["inprocess"], ["cached", "states.cache_bytes=500000"]):
         more = [f"states.source={given[0]}", *given[1:], "plan.device=h100"]
         assert cli.main(["plan", *arguments, f"run.dir={tmp_path / 'run'}", *more]) == 0
         out = capsys.readouterr().out
@@ -136,7 +136,7 @@ def test_a_plan_shows_the_disk_that_hidden_states_take(arguments, tmp_path, caps
         assert ("the target beside it" in out) == (given[0] != "stored")  # engine=hf: computed by each rank
     assert "hidden states at most" in shown["stored"] and "states.cache_bytes" not in shown["stored"]
     assert "no hidden states" in shown["inprocess"]
-    assert "1.0 MB of hidden states at most" in shown["cached"]
+    assert "500 kB of hidden states at most" in shown["cached"] and "states.cache_bytes" in shown["cached"]
 
 
 def test_a_run_of_an_earlier_version_goes_on(arguments, run_dir):
