@@ -4,7 +4,8 @@ test of two samples.
 Both sides answer the same prompts under as many seeds. If speculation is lossless, whether an answer was made with it
 says nothing about the answer, so that labels may be exchanged among the answers to a prompt. The statistic compares how
 often each pair of neighbours comes at each position (a wrong acceptance shows behind the token it was made at), over
-all prompts: Σ (a − b)² / (a + b), with a and b the counts of the two sides. Its p-value is exact, whatever the distributions are; answers that ended count as one more token.
+all prompts: Σ (a − b)² / (a + b), with a and b the counts of the two sides. Its p-value is exact, whatever the
+distributions are; answers that ended count as one more token.
 """
 
 from __future__ import annotations
