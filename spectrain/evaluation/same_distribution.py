@@ -3,8 +3,9 @@ test of two samples.
 
 Both sides answer the same prompts under as many seeds. If speculation is lossless, whether an answer was made with it
 says nothing about the answer, so that labels may be exchanged among the answers to a prompt. The statistic compares how
-often each token comes at each position, over all prompts: Σ (a − b)² / (a + b), with a and b the counts of the two
-sides. Its p-value is exact, whatever the distributions are; answers that ended count as one more token.
+often each pair of neighbours comes at each position (a wrong acceptance shows behind the token it was made at), over
+all prompts: Σ (a − b)² / (a + b), with a and b the counts of the two sides. Its p-value is exact, whatever the
+distributions are; answers that ended count as one more token.
 """
 
 from __future__ import annotations
@@ -63,10 +64,17 @@ def _padded(answers: Sequence[Sequence[int]], tokens: int) -> np.ndarray:
 def _statistics(ours_NT: np.ndarray, theirs_NT: np.ndarray, generator: np.random.Generator) -> tuple[float, np.ndarray]:
     """The statistic of one prompt: as observed, and [R] under labels drawn anew."""
     both_NT = np.concatenate([ours_NT, theirs_NT])
-    columns = [both_NT[:, t, None] == np.unique(both_NT[:, t]) for t in range(both_NT.shape[1])]
-    is_token_NM = np.concatenate(columns, axis=1).astype(np.float64)
+    is_pair_NM = np.concatenate(
+        [_indicators(both_NT[:, max(t - 1, 0) : t + 1]) for t in range(both_NT.shape[1])], axis=1
+    )
     signs_N = np.repeat([1.0, -1.0], [len(ours_NT), len(theirs_NT)])
     drawn_RN = generator.permuted(np.tile(signs_N, (PERMUTATIONS, 1)), axis=1)
-    differences_RM = np.vstack([signs_N, drawn_RN]) @ is_token_NM
-    statistics_R = (differences_RM**2 / is_token_NM.sum(0)).sum(1)
+    differences_RM = np.vstack([signs_N, drawn_RN]) @ is_pair_NM
+    statistics_R = (differences_RM**2 / is_pair_NM.sum(0)).sum(1)
     return float(statistics_R[0]), statistics_R[1:]
+
+
+def _indicators(tokens_Nk: np.ndarray) -> np.ndarray:
+    """[N, number of different rows]: which of them each row is, as 0 and 1."""
+    different, number_N = np.unique(tokens_Nk, axis=0, return_inverse=True)
+    return np.eye(len(different))[number_N.reshape(-1)]

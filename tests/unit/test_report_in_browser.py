@@ -86,7 +86,7 @@ def test_pictures_are_there_and_examples_are_stepped_through(source: str, tmp_pa
     assert found["said"] == [
         "pass 1 of 2, 0 accepted drafts / 1",
         "pass 2 of 2, 2 accepted drafts / 0",
+        "2 passes, 2 accepted drafts / 0",
         "pass 2 of 2, 2 accepted drafts / 0",
-        "pass 1 of 2, 0 accepted drafts / 1",
         "2 passes, 2 accepted drafts / 0",
     ]
