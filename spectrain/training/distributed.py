@@ -252,8 +252,9 @@ def launch(count: int, arguments: Sequence[str]) -> int:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     signals.leave_to_others()  # the launcher hands them on to its ranks, and waits for them
-    for name in ("torch.distributed.elastic", "torch.distributed.launcher"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # what went wrong, the ranks say
+    for name in list(logging.root.manager.loggerDict):  # each has a level of its own
+        if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher")):
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # what went wrong, the ranks say
     if "OMP_NUM_THREADS" not in os.environ:
         os.environ |= {"OMP_NUM_THREADS": str(max(1, len(available_cores()) // count)), _THREADS_ARE_OURS: "1"}
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SHUTDOWN_S)
