@@ -232,11 +232,13 @@ def _expected_tokens(
     """How often the target expected each token at the positions where it generated one, float64 [V]: its distribution
     summed over a sample of them.
     """
+    drawn = list(sample_positions(store, numbers, counts.predicting_D, VOCAB_SAMPLE))
+    announce(store, (number for number, _ in drawn))
     hidden = [
         store.last_hidden(number, positions)
         if isinstance(store, StoredHiddenStates)
         else store[number].last_hidden[positions]
-        for number, positions in sample_positions(store, numbers, counts.predicting_D, VOCAB_SAMPLE)
+        for number, positions in drawn
     ]
     expected_V, seen = torch.zeros(head.vocab_size, dtype=torch.float64), 0
     for hidden_PH in torch.cat(hidden).split(_SAMPLE_BATCH) if hidden else ():

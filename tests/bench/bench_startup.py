@@ -21,7 +21,6 @@ import hashlib
 import json
 import os
 import pstats
-import shutil
 import struct
 import subprocess
 import sys
@@ -30,7 +29,10 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest import mock
+
+from spectrain.stages.run_dir import RunDir
 
 TOKENS, PROMPT = 48, 24  # of a document, and of these, its prompt
 PART, SHARD = 256, 512  # responses of a part, documents of a shard
@@ -80,27 +82,41 @@ def write_workplace(folder: Path, documents: int) -> None:
                 file.write(json.dumps({"turns": [f"Tell me about {_WORDS[number % 10]} number {number}."]}) + "\n")
 
 
-def write_outputs(folder: Path, states: bool) -> None:
-    """The responses of all prompts, as ``generate`` would have stored them, and with ``states`` their hidden states."""
+def _context(folder: Path) -> Any:
+    """Of the run, but for its prompts, which would be read and screened."""
     from spectrain.config.commands import COMMANDS
     from spectrain.config.loading import compose
-    from spectrain.data.prompts import PromptSplit, load_prompts
     from spectrain.stages.checks import prepare
+
+    few = [f"data.train={folder / 'heldout.jsonl'}", "data.heldout=[]", f"run.dir={folder / 'few'}"]
+    context = prepare(compose([*arguments(folder), *few]), COMMANDS["fit"])
+    context.config = compose(arguments(folder))
+    context.run_dir = context.data_dir = RunDir(folder / "run")
+    return context
+
+
+def write_responses(folder: Path) -> None:
+    """The responses of all prompts, as ``generate`` would have stored them, and what it remembers of the prompts."""
+    from spectrain.data.prompts import PromptSplit, load_prompts
     from spectrain.stages.known_prompts import remember
 
-    few = compose([*arguments(folder), f"data.train={folder / 'heldout.jsonl'}", "data.heldout=[]"])
-    context = prepare(few, COMMANDS["fit"])
-    context.config = compose(arguments(folder))
+    context = _context(folder)
     train, heldout = (load_prompts(folder / f"{name}.jsonl") for name in ("train", "heldout"))
     context.keep_prompts(PromptSplit(train, heldout))
     with context.run_dir.locked():
         context.open_run_dir()
-        keys, sampling = list(context.asked.keys), context.sampling
-        _write_responses(context.run_dir.responses, keys, [*train, *heldout], sampling)
-        if states:
-            _write_states(context.run_dir.hidden_states, keys, context.store_meta())
+        _write_parts(context.run_dir.responses, list(context.asked.keys), [*train, *heldout], context.sampling)
         time.sleep(_SETTLES_S)
         remember(context)
+
+
+def write_states(folder: Path) -> None:
+    """The hidden states of all responses."""
+    from spectrain.data.responses import ResponseStore
+
+    context = _context(folder)
+    keys = list(ResponseStore(context.run_dir.responses).key_column())
+    _write_shards(context.run_dir.hidden_states, keys, context.store_meta())
 
 
 def _ids(count: int, seed: int) -> object:
@@ -109,14 +125,14 @@ def _ids(count: int, seed: int) -> object:
     return np.random.default_rng(seed).integers(10, 300, (count, TOKENS), dtype=np.int32)
 
 
-def _write_responses(folder: Path, keys: Sequence[str], prompts: Sequence, sampling: object) -> None:
+def _write_parts(folder: Path, keys: Sequence[str], prompts: Sequence, sampling: object) -> None:
     import numpy as np
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     from spectrain.data.response_parts import SCHEMA
 
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     for part, first in enumerate(range(0, len(keys), PART)):
         own, conversations = keys[first : first + PART], prompts[first : first + PART]
         count = len(own)
@@ -139,12 +155,12 @@ def _write_responses(folder: Path, keys: Sequence[str], prompts: Sequence, sampl
         (folder / name).write_bytes(content)
 
 
-def _write_states(folder: Path, keys: Sequence[str], meta: object) -> None:
+def _write_shards(folder: Path, keys: Sequence[str], meta: object) -> None:
     from spectrain.data.hidden_states import ShardRecord, StoreIndex
     from spectrain.data.shard_damage import remember_verified
     from spectrain.files import FileState
 
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     records = []
     for shard, first in enumerate(range(0, len(keys), SHARD)):
         own = keys[first : first + SHARD]
@@ -252,16 +268,17 @@ def measure(stage: str, folder: Path, documents: int, profile: bool = False) -> 
 
 
 def measure_all(documents: int, stages: Sequence[str], root: Path | None, profile: bool = False) -> list[Start]:
-    """Each stage's start at so many documents, in workplaces of their own."""
+    """Each stage's start at so many documents, one after the other in one run directory."""
     found = []
-    for stage in stages:
-        with tempfile.TemporaryDirectory(dir=root) as name:
-            folder = Path(name)
-            write_workplace(folder, documents)
-            if stage != "generate":
-                write_outputs(folder, states=stage == "fit")
+    with tempfile.TemporaryDirectory(dir=root) as name:
+        folder = Path(name)
+        write_workplace(folder, documents)
+        for stage in sorted(stages, key=STAGES.index):
+            if stage != "generate" and not list((folder / "run" / "responses").glob("part-*")):
+                write_responses(folder)
+            if stage == "fit":
+                write_states(folder)
             found.append(measure(stage, folder, documents, profile))
-            shutil.rmtree(folder / "run", ignore_errors=True)
     return found
 
 

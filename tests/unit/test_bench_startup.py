@@ -11,28 +11,36 @@ sys.path.append(str(Path(__file__).parents[1] / "bench"))
 
 import bench_startup
 
-from spectrain.data.hidden_states import StoredHiddenStates
+from spectrain.data import prompts
+from spectrain.data.hidden_states import ShardFile, StoredHiddenStates
 from spectrain.data.responses import ResponseStore
+from spectrain.files import FileState
 
 
-@pytest.mark.parametrize("stage", bench_startup.STAGES)
-def test_a_command_starts_in_a_run_directory_of_the_bench(
-    tmp_path: Path, stage: str, capsys: pytest.CaptureFixture[str]
+def test_each_command_starts_in_a_run_directory_of_the_bench(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(FileState, "settled", True)
+    monkeypatch.setattr(bench_startup, "_SETTLES_S", 0)
     bench_startup.write_workplace(tmp_path, 200)
-    if stage != "generate":
-        bench_startup.write_outputs(tmp_path, states=stage == "fit")
-    bench_startup.start(stage, tmp_path)
-    said = capsys.readouterr().err
-    assert {"generate": "0 of 200 responses", "capture": "0 of 9,600 tokens", "fit": "136 documents"}[stage] in said
-    if stage == "fit":
-        store = StoredHiddenStates(tmp_path / "run" / "hidden_states")
-        store.verify_checksums()
-        responses = {r.key: r for r in ResponseStore(tmp_path / "run" / "responses").load()}
-        for number in (0, 77, 199):
-            states, response = store[number], responses[store.keys[number]]
-            assert states.input_ids.tolist() == response.input_ids.tolist()
-            assert states.loss_mask.tolist() == response.loss_mask.tolist()
+    bench_startup.start("generate", tmp_path)
+    assert "0 of 200 responses" in capsys.readouterr().err
+    bench_startup.write_responses(tmp_path)
+    bench_startup.start("capture", tmp_path)
+    assert "0 of 9,600 tokens" in capsys.readouterr().err
+    bench_startup.write_states(tmp_path)
+    store = StoredHiddenStates(tmp_path / "run" / "hidden_states")
+    store.verify_checksums()
+    responses = {r.key: r for r in ResponseStore(tmp_path / "run" / "responses").load()}
+    for number in (0, 77, 199):
+        states, response = store[number], responses[store.keys[number]]
+        assert states.input_ids.tolist() == response.input_ids.tolist()
+        assert states.loss_mask.tolist() == response.loss_mask.tolist()
+    # Neither prompts nor, again, all bytes of the hidden states are read.
+    monkeypatch.setattr(prompts, "load_prompts", lambda path: pytest.fail("reads prompts"))
+    monkeypatch.setattr(ShardFile, "verify", lambda shard, on_bytes: pytest.fail("reads hidden states"))
+    bench_startup.start("fit", tmp_path)
+    assert "136 documents" in capsys.readouterr().err
 
 
 def test_what_a_document_costs_is_the_difference_to_the_smallest_run() -> None:
