@@ -7,7 +7,7 @@ CACHE = "spectrain/data/states_cache.py"
 ONLINE = "spectrain/engines/vllm/online_states.py"
 UNIT = "tests/unit/test_computed_states.py"
 ASKED = "tests/unit/test_online_states.py"
-PIPELINE = "tests/pipeline/test_state_sources.py::test_training_is_that_on_stored_hidden_states_to_the_bit"
+COMPANY = "tests/unit/test_hf_engine.py::test_a_document_that_is_asked_for_brings_the_batch_that_capture_computes_it_in"
 
 MUTATIONS = (
     Mutation(
@@ -57,7 +57,7 @@ MUTATIONS = (
         "spectrain/engines/inprocess_states.py",
         "self._batches = list(capture_batches(target, responses, batch_tokens))",
         "self._batches = list(capture_batches(target, responses, 1))",
-        (PIPELINE,),
+        (COMPANY,),
     ),
     Mutation(
         "servers are asked for everything at once",

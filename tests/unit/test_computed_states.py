@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -239,7 +240,9 @@ def test_a_damaged_file_is_asked_for_again(damage: str, tmp_path: Path) -> None:
     if damage == "cut":
         path.write_bytes(content[:-5])
     elif damage == "flipped":
-        content[-40] ^= 1
+        header_bytes = int.from_bytes(content[:8], "little")
+        first, _ = json.loads(content[8 : 8 + header_bytes])["taps"]["data_offsets"]
+        content[8 + header_bytes + first] ^= 1  # of a number, which is as good a number as before
         path.write_bytes(content)
     responses = make_responses()
     if damage == "other tokens":

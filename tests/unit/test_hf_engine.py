@@ -20,6 +20,7 @@ from spectrain.data.state_types import as_stored
 from spectrain.engines import hf
 from spectrain.engines.check_states import check_states
 from spectrain.engines.hf import HFEngine
+from spectrain.engines.inprocess_states import InProcessStates
 from spectrain.errors import InputError, RunError
 from spectrain.target import cpu_kernels as cpu_attention_module
 from spectrain.target.cpu_kernels import CPU_SDPA, cpu_attention
@@ -425,6 +426,20 @@ def test_batches_hold_whole_documents_within_the_budget_the_longest_first(llama:
     responses = make_responses([30, 70, 30, 4, 30, 1, 1])
     made = hf.capture_batches(llama.target, responses, 64)
     assert [[len(response.input_ids) for response in batch] for batch in made] == [[70], [30, 30], [30, 4, 1, 1]]
+
+
+def test_a_document_that_is_asked_for_brings_the_batch_that_capture_computes_it_in(llama: HFEngine) -> None:
+    responses = make_responses([30, 70, 30, 4, 30, 1, 1])
+    captured = {states.key: states for states in llama.capture(responses, (1, 3))}
+    asker = InProcessStates(llama.target, llama.resolved, responses, (1, 3), (), 64, "float32")
+    company = {70: [70], 30: [30, 30], 4: [30, 4, 1, 1], 1: [30, 4, 1, 1]}
+    for number in (3, 1, 5, 3):
+        made = asker.ask(responses[number])
+        assert [len(states.input_ids) for states in made] == company[len(responses[number].input_ids)]
+        assert responses[number].key in [states.key for states in made]
+        for states in made:
+            assert states.taps.equal(captured[states.key].taps)
+            assert states.last_hidden.equal(captured[states.key].last_hidden)
 
 
 # The self-check
