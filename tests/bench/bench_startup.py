@@ -220,7 +220,7 @@ def _write_shard(path: Path, keys: Sequence[str], ids: Sequence, meta: object) -
 def _stopped_where_work_begins(stage: str) -> Iterator[None]:
     place = {
         "generate": "spectrain.engines.hf.ResponseGenerator._prefill",
-        "capture": "spectrain.engines.hf._capture_batch",
+        "capture": "spectrain.engines.hf.capture_batch",
         "fit": "spectrain.training.trainer.Trainer._step",
     }[stage]
     with mock.patch(place, side_effect=_BegunError):
