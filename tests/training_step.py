@@ -80,7 +80,8 @@ class TrainingStep:
             torch.manual_seed(0)
             self.drafter: Drafter = self.method.build(shape, full_vocab(size.vocab), self.config.drafter)
             self.drafter.reset(torch.Generator(self.device).manual_seed(0))
-            self.drafter.attach(_head(size))
+            held_in = self.config.trainer.head_precision_on(self.device.type != "cpu")
+            self.drafter.attach(_head(size).held_in(held_in))
             self.batch = self._batch()
         for layer in sharded_layers(self.drafter):
             layer.recompute = self.config.trainer.gradient_checkpointing
@@ -150,6 +151,7 @@ class TrainingStep:
             head_entries=2 * self.size.vocab * self.size.hidden,
             owns_head=False,
             trains_head=False,
+            head_bytes=self.drafter.head.embed_weight.element_size(),
         )
 
 

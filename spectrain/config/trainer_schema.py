@@ -8,6 +8,7 @@ from typing import Literal
 from spectrain.config.keys import ANY_COUNT, PROCESSES, SEEDS, Section, key, require
 
 _GREATEST_RATE = 1000.0
+HeadPrecision = Literal["float32", "tf32", "bfloat16"]
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,11 @@ class TrainerConfig(Section, name="trainer"):
         "what training computes in; auto: bfloat16 on a GPU, float32 on a CPU. bfloat16 is by autocast, the weights "
         "themselves stay float32",
     )
+    head_precision: Literal["auto", "float32", "tf32", "bfloat16"] = key(
+        "auto",
+        "what the target's embedding and head are held in and the teacher's products computed in, in float32 sums; "
+        "tf32: held in float32, computed in TF32; auto: bfloat16 on a GPU, float32 on a CPU",
+    )
     eval_every_steps: int | None = key(
         None,
         "optimizer steps between two evaluations by simulation; null: once an epoch",
@@ -108,6 +114,12 @@ class TrainerConfig(Section, name="trainer"):
         if self.precision == "auto":
             return "bfloat16" if accelerator else "float32"
         return self.precision
+
+    def head_precision_on(self, accelerator: bool) -> HeadPrecision:
+        """What ``head_precision`` is there."""
+        if self.head_precision == "auto":
+            return "bfloat16" if accelerator else "float32"
+        return self.head_precision
 
     def _check(self) -> None:
         require(

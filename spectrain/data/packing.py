@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from spectrain.data.hidden_states import TargetStates
+from spectrain.data.host_tokens import HostTokens
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,12 @@ class PackedBatch:
     draw: Draw | None = None  # of a training step; None: nothing is left to chance
     # The target's own keys and values [T, G, d] of some of its layers.
     target_kv: dict[int, tuple[Tensor, Tensor]] = dataclasses.field(default_factory=dict)
+    host_tokens: HostTokens | None = None  # of a batch that was moved to a device, see ``host``
+
+    @property
+    def host(self) -> HostTokens:
+        """Its columns that decide what is trained, for the host."""
+        return self.host_tokens or HostTokens.of(self.loss_mask_T, self.document_ids_T)
 
     @property
     def num_tokens(self) -> int:
@@ -58,10 +65,12 @@ class PackedBatch:
 
     def lengths(self) -> list[int]:
         """Tokens of each document, in order."""
-        return torch.bincount(self.document_ids_T).tolist()
+        return self.host.lengths.tolist()
 
     def to(self, device: torch.device | str) -> PackedBatch:
-        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+        moved = self._each(lambda tensor: tensor.to(device, non_blocking=True))
+        moved.host_tokens = None if moved.input_ids_T.device.type == "cpu" else self.host
+        return moved
 
     def pin_memory(self) -> PackedBatch:
         """Copied into pinned memory, from where ``to`` moves it while the device works. Torch's loader looks for this

@@ -223,18 +223,6 @@ class SwiGLU(nn.Module):
         return self.down_proj(self.hidden(x))
 
 
-_COMPILED: list[Any] = []
-
-
-def compiled_flex() -> Any:
-    """flex_attention, compiled once for all drafters (a GPU's block-sparse kernels)."""
-    if not _COMPILED:
-        from torch.nn.attention.flex_attention import flex_attention
-
-        _COMPILED.append(torch.compile(flex_attention, dynamic=True))
-    return _COMPILED[0]
-
-
 _ROPE_THETA_DEFAULT = 10000.0
 # What vLLM reads besides, and what is not done here.
 _OTHER_ARITHMETIC = frozenset(

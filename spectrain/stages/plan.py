@@ -161,6 +161,7 @@ def drafter_size(context: Context) -> DrafterSize:
         outside_layers=every - sum(of_layers),
         kv_values=sum(2 * heads * size for _, heads, size in context.kv_shapes),
         target_hidden=spec.hidden_size,
+        head_bytes=2 if context.config.trainer.head_precision_on(on_accelerator(context)) == "bfloat16" else 4,
     )
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from spectrain.drafters.key_ranges import BLOCK
 from spectrain.drafters.layers import LayerShape
 from spectrain.drafters.registry import TrainingRows
 
@@ -22,7 +23,8 @@ STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
 
 _CHUNK_BYTES = {True: 1 << 29, False: 48 << 20}  # of logits, on an accelerator and on a CPU (losses/students.py)
 _TILE_BYTES = 2 << 20  # of logits on a CPU (losses/fused.py)
-_MASK_BYTES = 9  # an entry while flex attention finds out which blocks of its mask are empty: int64 and bool
+_RANGE_BYTES = 4 * 4  # of a query of flex attention: the ends of the keys that it sees
+_TABLE_BYTES = 4 * 4  # of a block of its mask: by queries and by keys, those with a mask and those without
 
 
 @dataclass(frozen=True)
@@ -40,12 +42,13 @@ class DrafterSize:
     largest_layer: int
     momentum_only: int  # trained entries with one moment instead of two
     draft_vocab: int
-    head_entries: int  # of the target's embedding and head, which are held in float32
+    head_entries: int  # of the target's embedding and head
     owns_head: bool  # a matrix of its own, beside the target's rows that teach it
     trains_head: bool
     outside_layers: int = 0  # entries that a sharding strategy gathers for a whole pass
     kv_values: int = 0  # of a token: keys and values of the target
     target_hidden: int | None = None  # where the drafter has another
+    head_bytes: int = 4  # of a number of the target's embedding and head
 
     @property
     def state_values(self) -> int:
@@ -117,7 +120,8 @@ def rank_memory(
         "buckets": 4.0 * size.trained if several and strategy in ("ddp", "zero1", "zero2") else 0.0,
         "engine's weights": 4.0 * size.trained / ranks if several and strategy.startswith("zero") else 0.0,
         "gathered layers": gathered,
-        "embedding and head": 4.0 * (size.head_entries + size.draft_vocab * size.layer.hidden_size * size.owns_head),
+        "embedding and head": float(size.head_bytes)
+        * (size.head_entries + size.draft_vocab * size.layer.hidden_size * size.owns_head),
         "hidden states": _batch_bytes(size, training),
     }
     return RankMemory(
@@ -203,7 +207,7 @@ def mask_bytes(size: DrafterSize, work: Pass) -> float:
     """While the mask of a pass is made. Those of eager attention are small, a document's each."""
     rows = work.rows.layer_rows
     if work.backend == "flex":
-        return _MASK_BYTES * rows * (work.tokens + rows)
+        return _RANGE_BYTES * rows + _TABLE_BYTES * (rows / BLOCK) * ((work.tokens + rows) / BLOCK)
     return rows * (work.tokens + rows) if work.backend == "sdpa" else 4 * rows * work.keys / max(1, work.rows.own_keys)
 
 
@@ -215,7 +219,8 @@ def loss_bytes(size: DrafterSize, work: Pass) -> float:
     chunk = min(rows.students, max(1, _CHUNK_BYTES[work.accelerator] // (4 * d)))
     tile = chunk if work.accelerator else min(chunk, max(1, _TILE_BYTES // (4 * d)))
     logits = 4.0 * d * (chunk + min(rows.teachers, chunk)) + d * max(2 * 4 * tile, (b == 2) * 2 * chunk)
-    matrix = d * h * ((b if size.trains_head else 0) + (2 if b == 2 else 0))
+    copied = b == 2 and (size.owns_head or size.head_bytes == 4)  # a head that is held in bfloat16 is read as it is
+    matrix = d * h * ((b if size.trains_head else 0) + 2 * copied)
     return logits + matrix + 4 * h * rows.teachers
 
 

@@ -123,7 +123,7 @@ class HeadMath:
         return (
             rows
             if self.embed_scale == 1.0
-            else rows * torch.tensor(self.embed_scale, dtype=rows.dtype, device=rows.device)
+            else rows * torch.full((), self.embed_scale, dtype=rows.dtype, device=rows.device)
         )
 
     def normalise(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

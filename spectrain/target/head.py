@@ -16,12 +16,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from spectrain.config.trainer_schema import HeadPrecision
 from spectrain.errors import InputError
 from spectrain.target.checkpoint import CheckpointReader
-from spectrain.target.cpu_kernels import linear
 from spectrain.target.families import Family, HeadMath, head_math
 from spectrain.target.quantization import Quantization, full_precision, quantization_of
 from spectrain.target.spec import TargetSpec, load_config
+from spectrain.target.wide_products import tf32, wide_product
 
 # Logits that log_normalizer holds at a time: 2²⁵ floats, 128 MiB.
 _CHUNK_LOGITS = 1 << 25
@@ -37,6 +38,7 @@ class TargetHead(nn.Module):
     embed_weight: torch.Tensor
     norm_weight: torch.Tensor
     _untied_weight: torch.Tensor | None
+    in_tf32 = False  # whether products with a float32 head are computed in TF32
 
     def __init__(
         self,
@@ -124,7 +126,21 @@ class TargetHead(nn.Module):
     def hidden_to_logits(self, last_hidden: torch.Tensor, vocab_ids: torch.Tensor | None = None) -> torch.Tensor:
         """Float32 logits [..., V], or [..., D] of the tokens ``vocab_ids`` [D]. Differentiable in ``last_hidden``."""
         weight = self.lm_head_weight if vocab_ids is None else self.lm_head_weight[vocab_ids]
-        return self.transform_logits(linear(self.post_norm(last_hidden), weight))
+        return self.transform_logits(self.product(self.post_norm(last_hidden), weight))
+
+    def product(self, normed: torch.Tensor, rows_DH: torch.Tensor) -> torch.Tensor:
+        """Raw products [..., D] of normed states and rows of ``lm_head_weight``, float32 where it is a teacher's."""
+        with tf32(self.in_tf32):
+            return wide_product(normed, rows_DH)
+
+    def held_in(self, precision: HeadPrecision) -> TargetHead:
+        """For training: embedding and head in this type from now on, and products in it. The norm keeps its own."""
+        self.in_tf32 = precision == "tf32"
+        if precision == "bfloat16":
+            untied = self._untied_weight
+            self.embed_weight = self.embed_weight.to(torch.bfloat16)
+            self._untied_weight = None if untied is None else untied.to(torch.bfloat16)
+        return self
 
     def transform_logits(self, raw: torch.Tensor) -> torch.Tensor:
         """Raw products with rows of ``lm_head_weight`` to float32 logits: the family's scale and soft-cap,

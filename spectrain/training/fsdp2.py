@@ -74,11 +74,11 @@ class Fsdp2(DataParallel):
     def backward(self, loss: Tensor, is_last: bool) -> None:
         loss.backward()
 
-    def update(self, weight: float) -> bool:
+    def clip(self, weight: Tensor) -> Tensor:
         parameters = scaled_gradients(self.drafter, self.accelerator.num_processes / weight)
         # Of sharded gradients torch takes the norm over all ranks.
         norm = torch.nn.utils.clip_grad_norm_(parameters, self.config.max_grad_norm)
-        return self._moved(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def whole(self) -> AbstractContextManager[Drafter]:
         return self._copy.lent(self._weights())

@@ -51,18 +51,42 @@ class StepSums:
             self._sums[name] = self._sums[name] + value if name in self._sums else value
         self._tokens += tokens
 
-    def totals(self, accelerator: Accelerator) -> StepTotals:
-        """Over all ranks, each of which has added a micro-batch at least. Waits for the device, once."""
+    def over_ranks(self, accelerator: Accelerator) -> SumsOverRanks:
+        """Of all ranks, each of which has added a micro-batch at least. Nobody waits."""
         loss = self._sums["loss"]
         tokens = torch.full((1,), self._tokens, dtype=torch.float64, device=loss.device)
         flat = torch.cat([tokens, *(value.double().flatten() for value in self._sums.values())])
         alone = accelerator.num_processes == 1
-        host = (flat if alone else accelerator.reduce(flat, reduction="sum")).cpu()
-        sizes = [value.numel() for value in self._sums.values()]
-        found = dict(zip(self._sums, host[1:].split(sizes), strict=True))
-        if alone:  # doubles hold them exactly: means are taken in the type in which they were summed
-            found = {name: value.to(self._sums[name].dtype) for name, value in found.items()}
-        return StepTotals(
+        total = flat if alone else accelerator.reduce(flat, reduction="sum")
+        # Alone, doubles hold them exactly: means are taken in the type in which they were summed.
+        return SumsOverRanks(total, {name: (v.numel(), v.dtype if alone else None) for name, v in self._sums.items()})
+
+
+@dataclass(frozen=True)
+class SumsOverRanks:
+    """Still on the device. ``parts``: numbers of each sum behind that of tokens, and the type that it has (None:
+    double).
+    """
+
+    flat: Tensor
+    parts: dict[str, tuple[int, torch.dtype | None]]
+
+    @property
+    def weight(self) -> Tensor:
+        """What the gradients are divided by, a scalar on the device."""
+        return self.flat[2]  # behind tokens and loss
+
+    def read(self, norm: Tensor) -> tuple[StepTotals, float]:
+        """The sums, and beside them the norm of the gradients, on the host. Waits for the device: the one time in a
+        step.
+        """
+        host = torch.cat([self.flat, norm.double().reshape(1)]).cpu()
+        split = host[1:-1].split([count for count, _ in self.parts.values()])
+        found = {
+            name: value if dtype is None else value.to(dtype)
+            for (name, (_, dtype)), value in zip(self.parts.items(), split, strict=True)
+        }
+        totals = StepTotals(
             float(found.pop("loss")),
             float(found.pop("weight")),
             int(host[0]),
@@ -70,3 +94,4 @@ class StepSums:
             count_K=found.pop("count"),
             terms_K=found,
         )
+        return totals, float(host[-1])

@@ -14,6 +14,7 @@ once, before they are clipped: here in place, with ZeRO by the engine's own loss
 from __future__ import annotations
 
 import copy
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor, distributed, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from spectrain.config.trainer_schema import TrainerConfig
@@ -36,7 +38,7 @@ from spectrain.training.optim import build_optimizers
 
 class Strategy(ABC):
     """``optimizers``: before ``begin`` those of the whole drafter, into which a checkpoint is read; then those that
-    move this rank's part. ``norm``: of the last update's gradient, before it was clipped.
+    move this rank's part.
     """
 
     saves_alone = False  # whether one rank can save the state without the others
@@ -46,7 +48,6 @@ class Strategy(ABC):
         self.config = config
         self.accelerator = accelerator
         self.optimizers: list[Optimizer] = build_optimizers(drafter, config)
-        self.norm: Tensor | float = float("nan")
         layers: list[Any] = [
             module for module in drafter.modules() if isinstance(getattr(module, "recompute", None), bool)
         ]
@@ -68,9 +69,15 @@ class Strategy(ABC):
         """Add the gradients of a micro-batch; ``is_last``: of the step."""
 
     @abstractmethod
-    def update(self, weight: float) -> bool:
-        """Divide the gradients that all ranks have gathered by ``weight``, clip them and move the optimisers. False
-        where they are not finite; then nothing moves.
+    def clip(self, weight: Tensor) -> Tensor:
+        """Divide the gradients that all ranks have gathered by ``weight`` and clip them. Returns their norm before
+        that, a scalar; all of it on the device, where nobody waits. 0: only ``move`` finds it out.
+        """
+
+    @abstractmethod
+    def move(self, weight: float, norm: float) -> float:
+        """Move the optimisers; both numbers are those of ``clip``, on the host by now. Returns the norm; where it is
+        not finite nothing has moved.
         """
 
     @abstractmethod
@@ -106,20 +113,17 @@ class DataParallel(Strategy):
         with nullcontext() if is_last else self.accelerator.no_sync(self.module):
             self.accelerator.backward(loss)
 
-    def update(self, weight: float) -> bool:
+    def clip(self, weight: Tensor) -> Tensor:
         # What data parallelism takes is the mean over ranks.
         parameters = scaled_gradients(self.drafter, self.accelerator.num_processes / weight)
-        norm = torch.nn.utils.clip_grad_norm_(parameters, self.config.max_grad_norm)
-        return self._moved(norm)
+        return torch.nn.utils.clip_grad_norm_(parameters, self.config.max_grad_norm)
 
-    def _moved(self, norm: Tensor) -> bool:
-        self.norm = norm
-        if not torch.isfinite(norm):
-            return False
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        return True
+    def move(self, weight: float, norm: float) -> float:
+        if math.isfinite(norm):
+            for optimizer in self.optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+        return norm
 
     def whole(self) -> AbstractContextManager[Drafter]:
         return nullcontext(self.drafter)
@@ -154,11 +158,12 @@ def sharded_layers(drafter: Drafter) -> list[DecoderLayer]:
     return [module for module in drafter.modules() if isinstance(module, DecoderLayer)]
 
 
-def scaled_gradients(module: nn.Module, scale: float) -> list[nn.Parameter]:
-    """The parameters that have a gradient, multiplied."""
+def scaled_gradients(module: nn.Module, scale: Tensor) -> list[nn.Parameter]:
+    """The parameters that have a gradient, multiplied by a scalar; of sharded ones this rank's part."""
     parameters = [p for p in module.parameters() if p.grad is not None]
     for parameter in parameters:
-        parameter.grad.mul_(scale)  # type: ignore[union-attr]
+        gradient = parameter.grad
+        (gradient.to_local() if isinstance(gradient, DTensor) else gradient).mul_(scale)  # type: ignore[union-attr]
     return parameters
 
 

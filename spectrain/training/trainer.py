@@ -78,6 +78,7 @@ class Step:
     """One optimiser step that was made."""
 
     sums: StepTotals
+    gradient_norm: float  # before it was clipped
     seconds: float
     data_wait_s: float  # of these seconds, those in which there was no batch yet
 
@@ -127,8 +128,10 @@ class Trainer:
         )
         self.drafter = drafter
         self.drafter.temperatures = ()  # those of a drafter that training goes on from are not its own
+        device = self.accelerator.device
         # Again: what was gathered from the head must follow it.
-        self.drafter.attach(drafter.head.to(self.accelerator.device))
+        head = drafter.head.to(device).held_in(options.head_precision_on(device.type != "cpu"))
+        self.drafter.attach(head)
         self.ranks = ranks
         self.served = ServedDrafter(drafter, serving_dtype)
         self.strategy = choose_strategy(drafter, options, self.accelerator)
@@ -208,23 +211,27 @@ class Trainer:
         for number, documents in enumerate(micro_batches):
             is_last = number == len(micro_batches) - 1
             self._backward(next(batches), gathered, counts=bool(documents), is_last=is_last)
-        sums = gathered.totals(self.accelerator)
+        device_sums = gathered.over_ranks(self.accelerator)
+        sums, norm = device_sums.read(self.strategy.clip(device_sums.weight))
         self._check(step, sums)
         with signals.held():
-            self._update(step, sums)
-            made = Step(sums, time.monotonic() - started, batches.waited_s - waited_s)
+            norm = self._update(step, sums, norm)
+            made = Step(sums, norm, time.monotonic() - started, batches.waited_s - waited_s)
             self.done, self.evaluated, self.last_loss = step + 1, False, sums.loss / sums.weight
             if self.done % self.config.trainer.log_every_steps == 0 or self.done == self.sampler.total_steps:
                 self._log(self.done, self._step_metrics(step, made))
         return made
 
-    def _update(self, step: int, sums: StepTotals) -> None:
+    def _update(self, step: int, sums: StepTotals, norm: float) -> float:
+        """Move the optimisers; returns the norm of the gradient before it was clipped."""
         set_learning_rates(self.strategy.optimizers, lr_factor(step, self.sampler.total_steps, self.config.trainer))
-        if not self.strategy.update(sums.weight):
+        norm = self.strategy.move(sums.weight, norm)
+        if not math.isfinite(norm):
             raise RunError(
                 f"the gradient is not finite at step {step + 1} (loss {sums.loss / sums.weight:.4f}): lower "
                 f"trainer.learning_rate"
             )
+        return norm
 
     def _backward(self, batch: PackedBatch, sums: StepSums, counts: bool, is_last: bool) -> None:
         device = self.accelerator.device
@@ -389,7 +396,7 @@ class Trainer:
             "loss": self.last_loss,
             **made.sums.metrics(),
             "lr": self.strategy.optimizers[-1].param_groups[0]["lr"],
-            "gradient_norm": float(self.strategy.norm),
+            "gradient_norm": made.gradient_norm,
             "tokens_per_s": made.sums.tokens / made.seconds,
             "data_wait_share": made.data_wait_share,
         }

@@ -10,7 +10,6 @@ boundaries are set one by one and the engine divides by nothing but its loss sca
 from __future__ import annotations
 
 import logging
-import math
 import os
 import warnings
 from collections.abc import Iterator
@@ -109,12 +108,14 @@ class Zero(Strategy):
         if not is_last:
             self.engine.step()  # counts the micro-batch
 
-    def update(self, weight: float) -> bool:
+    def clip(self, weight: Tensor) -> Tensor:
+        return weight.new_zeros(())  # the engine does it in its step
+
+    def move(self, weight: float, norm: float) -> float:
         # The mean over ranks was taken; gradients are divided by the scale, and clipped then.
         self.engine.optimizer.override_loss_scale(weight / self.accelerator.num_processes)
         self.engine.step()
-        self.norm = float(self.engine.get_global_grad_norm())
-        return math.isfinite(self.norm)
+        return float(self.engine.get_global_grad_norm())
 
     def whole(self) -> AbstractContextManager[Drafter]:
         if self.stage == 3:

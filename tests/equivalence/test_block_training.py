@@ -264,6 +264,21 @@ def test_attention_paths_agree(window: int | None, causal: bool, backend: str, m
     assert all(bool((g != 0).any()) for g in eager_gradients)
 
 
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_groups_that_backward_does_again_are_the_same_to_the_bit(
+    attention: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of long documents, so that not all their scores are kept."""
+    results = []
+    for most in (1 << 20, 1):
+        monkeypatch.setattr(geometry, "_MOST_SCORES", most)
+        drafter = random_block_drafter(BlockOptions(window=6, causal=True, attention=attention))
+        sums = drafter.train_losses(packed(texts(BlockOptions())))
+        sums.loss.backward()
+        results.append((sums.loss.detach(), gradients(drafter)))
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("options", [BlockOptions(), BlockOptions(window=1), DSPARK], ids=lambda options: options.name)
 def test_blocks_without_any_context_train(options: BlockOptions) -> None:
     """Alone in their document, at its first token; or behind a window that ends before the context."""

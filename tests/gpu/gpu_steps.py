@@ -11,17 +11,19 @@ from collections.abc import Iterator
 
 import torch
 from gpu_table import Row, judged
-from host_synchronisations import HostSynchronisations
+from host_synchronisations import HostSynchronisations, as_on_a_device
 from tensor_memory import TensorMemory
 from torch.utils.flop_counter import FlopCounterMode
-from training_step import QWEN3_8B, TargetSize, Text, TrainingStep
+from training_step import QWEN3_8B, Text, TrainingStep
 
 from spectrain.config.plan_schema import DEVICES
+from spectrain.stages.fit import solve_on
 
 KINDS = ("eagle3", "peagle", "dflash", "dspark", "dflash2")
 _BLOCKS = ("drafter.block.block_size=8", "drafter.block.anchors=128", "drafter.dspark.markov_rank=32")
 _LARGE_BLOCKS = ("drafter.block.block_size=8", "drafter.block.anchors=512")
 _ROUNDING = 2e-3  # relative, float32 with products in TF32 at most
+_SOLVED_ALIKE = 5e-2  # relative: eigenvectors of float32 sums
 _PLAN_ERROR = 0.3  # relative
 _STEPS, _WARM_UP = 5, 3
 
@@ -34,7 +36,7 @@ def arguments(kind: str, *more: str, large: bool = False) -> tuple[str, ...]:
 def large_step(kind: str, device: str) -> TrainingStep:
     """Of the size that is measured."""
     if device == "cpu":
-        return TrainingStep(arguments(kind), TargetSize(vocab=200), Text(128, 2), device)
+        return TrainingStep(arguments(kind))
     return TrainingStep(arguments(kind, large=True), QWEN3_8B, Text(4096, 4), device)
 
 
@@ -58,11 +60,25 @@ def check_training(device: str) -> Iterator[Row]:
         yield judged(f"losses of {kind}", worst <= _ROUNDING, f"loss and gradients differ from a CPU's by {worst:.1e}")
 
 
+def check_closed_form(device: str) -> Iterator[Row]:
+    """Initial weights solved for on the device, against those of a CPU."""
+    for kind in ("eagle3", "dflash"):
+        steps = [TrainingStep(arguments(kind, "trainer.precision=float32"), text=Text(8192, 32)) for _ in range(2)]
+        used = [
+            solve_on(torch.device(where), step.drafter, lambda step=step: [step.batch], lambda percent: None)
+            for step, where in zip(steps, (device, "cpu"), strict=True)
+        ]
+        found, wanted = ({name: p.detach() for name, p in step.drafter.named_parameters()} for step in steps)
+        worst = max(float((found[n] - wanted[n]).norm() / wanted[n].norm().clamp(min=1e-6)) for n in wanted)
+        good = used[0] == used[1] > 0 and worst <= _SOLVED_ALIKE
+        yield judged(f"closed form of {kind}", good, f"{used[0]} positions, weights differ from a CPU's by {worst:.1e}")
+
+
 def check_synchronisations(device: str) -> Iterator[Row]:
     """Forward and backward ask the device for nothing. On a GPU torch itself raises where one would wait."""
     for kind in KINDS:
         step = TrainingStep(arguments(kind, "drafter.attention=sdpa"), device=device)
-        step.batch = step.batch.to("cpu").to(device)
+        step.batch = as_on_a_device(step.batch)
         step.run()  # what is made once
         with HostSynchronisations() as counted:
             if device == "cuda":

@@ -6,6 +6,7 @@ LOSSES = "tests/equivalence/test_eagle3_losses.py"
 UNROLL = "tests/equivalence/test_eagle3_unroll.py"
 DECODE = "tests/equivalence/test_eagle3_decode.py"
 PACKING = "tests/equivalence/test_packing_invariance.py"
+KEY_RANGES = "tests/unit/test_key_ranges.py"
 INIT = "tests/unit/test_eagle3_init.py"
 SIMULATION_LOOP = "tests/equivalence/test_simulation_equals_loop.py"
 AUTOREGRESSIVE = "spectrain/drafters/autoregressive/"
@@ -149,24 +150,52 @@ MUTATIONS = (
     ),
     Mutation(
         "later steps' keys seen by other columns (sdpa)",
-        "spectrain/drafters/autoregressive/unroll.py",
-        "diagonal = torch.eye(m, dtype=torch.bool, device=visible.device)",
-        "diagonal = torch.ones(m, m, dtype=torch.bool, device=visible.device).tril()",
+        AUTOREGRESSIVE + "column_attention.py",
+        "diagonal = torch.eye(len(visible), dtype=torch.bool, device=visible.device)",
+        "diagonal = torch.ones(len(visible), len(visible), dtype=torch.bool, device=visible.device).tril()",
         ("tests/unit/test_attention.py",),
     ),
     Mutation(
         "later steps' keys of another column (eager)",
-        "spectrain/drafters/autoregressive/unroll.py",
+        AUTOREGRESSIVE + "column_attention.py",
         "keys_MGkd = torch.stack(own_k, dim=2)",
         "keys_MGkd = torch.stack(own_k, dim=2).roll(1, 0)",
         ("tests/unit/test_attention.py",),
     ),
     Mutation(
         "a column sees the one behind it",
-        "spectrain/drafters/autoregressive/unroll.py",
-        "hidden = columns[None] > layout.query_M[q_start:q_end, None]",
-        "hidden = columns[None] > layout.query_M[q_start:q_end, None] + 1",
+        AUTOREGRESSIVE + "column_attention.py",
+        "return columns[None] > self.query_M[span.start : span.end, None]",
+        "return columns[None] > self.query_M[span.start : span.end, None] + 1",
         (PACKING,),
+    ),
+    Mutation(
+        "a part of a long document lacks its last key",
+        AUTOREGRESSIVE + "column_attention.py",
+        "Span(self.key_start, int(query_M[end - 1]) + 1, start, end, True)",
+        "Span(self.key_start, max(int(query_M[end - 1]), self.key_start + 1), start, end, True)",
+        ("tests/unit/test_attention.py",),
+    ),
+    Mutation(
+        "a tile of which something is seen counts as seen whole (flex)",
+        "spectrain/drafters/key_ranges.py",
+        "full_IJ = all_IJ == BLOCK",
+        "full_IJ = some_IJ == BLOCK",
+        (KEY_RANGES,),
+    ),
+    Mutation(
+        "the tile with a range's last key is left out (flex)",
+        "spectrain/drafters/key_ranges.py",
+        "(end_Q[seen_Q] - 1) // BLOCK + 1)",
+        "end_Q[seen_Q] // BLOCK)",
+        (KEY_RANGES,),
+    ),
+    Mutation(
+        "a shape too many falls back to all scores",
+        "spectrain/drafters/flex_kernels.py",
+        "recompile_limit=MOST_GRAPHS, fail_on_recompile_limit_hit=True",
+        "recompile_limit=64",
+        (KEY_RANGES,),
     ),
     Mutation(
         "step weights forgotten",

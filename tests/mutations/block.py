@@ -47,15 +47,15 @@ MUTATIONS = (
     Mutation(
         "a block's loss mask unshifted",
         BLOCK + "block_training.py",
-        "going_T = going_T[: t - k] & batch.loss_mask_T[k:] & same",
-        "going_T = going_T[: t - k] & batch.loss_mask_T[k - 1 : t - 1] & same",
+        "going_T = going_T[: t - k] & host.loss_mask_T[k:] & same",
+        "going_T = going_T[: t - k] & host.loss_mask_T[k - 1 : t - 1] & same",
         (BLOCK_TRAINING,),
     ),
     Mutation(
         "a block runs on into the next document",
         BLOCK + "block_training.py",
-        "same = batch.document_ids_T[: t - k] == batch.document_ids_T[k:]",
-        "same = batch.document_ids_T[: t - k] >= 0",
+        "same = host.document_ids_T[: t - k] == host.document_ids_T[k:]",
+        "same = host.document_ids_T[: t - k] >= 0",
         (BLOCK_TRAINING,),
     ),
     Mutation(
@@ -82,9 +82,16 @@ MUTATIONS = (
     Mutation(
         "a block sees its anchor's own taps (flex)",
         BLOCK + "block_attention.py",
-        "& (column < anchor) &",
-        "& (column <= anchor) &",
+        "np.stack([anchor_Q, block_Q + last_Q + 1])",
+        "np.stack([anchor_Q + 1, block_Q + last_Q + 1])",
         (BLOCK_TRAINING,),
+    ),
+    Mutation(
+        "the host counts teachers' students on the device",
+        BLOCK + "block_training.py",
+        "return values_U[on_device(teacher_S, values_U.device)]",
+        "return values_U.repeat_interleave(torch.tensor(self.counts_U))",
+        ("tests/unit/test_host_synchronisations.py",),
     ),
     Mutation(
         "a block sees what lies behind its cache's end (drafting)",
@@ -117,8 +124,8 @@ MUTATIONS = (
     Mutation(
         "a block's teacher one position early",
         BLOCK + "block_training.py",
-        "by_teacher(anchor_R[block_S] + draft_S)",
-        "by_teacher(anchor_R[block_S] + draft_S - 1)",
+        "by_teacher(anchors[block_S] + draft_S)",
+        "by_teacher(anchors[block_S] + draft_S - 1)",
         (BLOCK_LOSSES,),
     ),
     Mutation(

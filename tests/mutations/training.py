@@ -10,6 +10,20 @@ STRATEGIES = "tests/equivalence/test_strategies.py"
 
 MUTATIONS = (
     Mutation(
+        "gradients are divided by the loss",
+        TRAINING + "step_sums.py",
+        "return self.flat[2]",
+        "return self.flat[1]",
+        ("tests/unit/test_host_synchronisations.py", ACCUMULATION),
+    ),
+    Mutation(
+        "a teacher's bfloat16 products are rounded to bfloat16",
+        "spectrain/target/wide_products.py",
+        "linear(wide_TH, rows.float())",
+        "linear(wide_TH, rows.float()).bfloat16().float()",
+        ("tests/unit/test_target_head.py",),
+    ),
+    Mutation(
         "FSDP2 takes the norm of each rank's own share",
         TRAINING + "fsdp2.py",
         "norm = torch.nn.utils.clip_grad_norm_(parameters, self.config.max_grad_norm)",

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from spectrain.drafters.autoregressive.unroll import ColumnLayout, unrolled_attention
+from spectrain.drafters.autoregressive import column_attention
+from spectrain.drafters.autoregressive.column_attention import ColumnLayout, unrolled_attention
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 N, G, D = 4, 2, 16  # flex wants head sizes of 16 or more
@@ -39,7 +40,8 @@ class Case:
         return q, k0, v0, rest[0::2], rest[1::2]
 
     def run(self, backend: str) -> Tensor:
-        layout = ColumnLayout.build(torch.tensor(self.columns, device=self.document_ids.device), self.document_ids)
+        device = self.document_ids.device
+        layout = ColumnLayout.build(torch.tensor(self.columns), self.document_ids.cpu(), device)
         return unrolled_attention(*self.parts(), layout, backend)
 
     def gradients(self, out: Tensor) -> list[Tensor]:
@@ -64,6 +66,21 @@ class Case:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
 def test_forward_and_backward(backend: str, layout: str, own: int) -> None:
+    case = Case(layout, own)
+    found, expected = case.run(backend), case.reference()
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    for ours, theirs in zip(case.gradients(found), case.gradients(expected), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("own", [0, 2])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+def test_long_documents_in_parts_that_backward_does_again(
+    backend: str, layout: str, own: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(column_attention, "_MOST_SCORES", 5)
+    monkeypatch.setattr(column_attention, "_PART_SCORES", 200)  # two queries of a hundred keys
     case = Case(layout, own)
     found, expected = case.run(backend), case.reference()
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)

@@ -288,3 +288,27 @@ def test_a_scaling_field_that_the_family_does_not_read_is_an_error(field, value,
 def test_a_scaling_field_that_does_nothing_is_no_error(tmp_path):
     edit_config(tiny_target("llama", tmp_path), logit_scale=1.0, final_logit_softcapping=None)
     assert TargetHead.from_checkpoint(tmp_path).vocab_size == VOCAB_SIZE
+
+
+def test_a_head_in_bfloat16_sums_in_float32(tmp_path):
+    """Against float64 products of the same rounded numbers: results are not rounded to bfloat16, one part in 256."""
+    head = TargetHead.from_checkpoint(tiny_target("qwen3", tmp_path, tie_word_embeddings=False))
+    last_hidden = torch.randn(7, head.hidden_size, generator=torch.Generator().manual_seed(3))
+    plain = head.hidden_to_logits(last_hidden)
+    normed = head.post_norm(last_hidden).bfloat16().double()
+    head.held_in("bfloat16")
+    assert head.lm_head_weight.dtype == head.embed_weight.dtype == torch.bfloat16
+    found = head.hidden_to_logits(last_hidden)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), normed @ head.lm_head_weight.double().T, rtol=1e-5, atol=1e-5)
+    assert 1e-4 < largest_error(found, plain) < 0.02 * float(plain.abs().max())
+    assert head.held_in("bfloat16").lm_head_weight is head.lm_head_weight
+
+
+def test_tied_matrices_stay_one_in_bfloat16_and_tf32_changes_nothing_on_a_cpu(tmp_path):
+    head = TargetHead.from_checkpoint(tiny_target("llama", tmp_path, tie_word_embeddings=True))
+    last_hidden = torch.randn(3, head.hidden_size, generator=torch.Generator().manual_seed(4))
+    plain, before = head.hidden_to_logits(last_hidden), torch.backends.cuda.matmul.allow_tf32
+    assert torch.equal(head.held_in("tf32").hidden_to_logits(last_hidden), plain)
+    assert torch.backends.cuda.matmul.allow_tf32 == before
+    assert head.held_in("bfloat16").lm_head_weight is head.embed_weight

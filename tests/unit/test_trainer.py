@@ -30,6 +30,7 @@ from reference import brute_force_loss
 from torch import Tensor
 
 from spectrain.config.evaluation_schema import DecodingConfig
+from spectrain.config.trainer_schema import TrainerConfig
 from spectrain.data.hidden_states import TargetStates
 from spectrain.drafters.autoregressive.eagle3 import Eagle3
 from spectrain.drafters.drafter_folder import load_drafter
@@ -263,6 +264,30 @@ def test_a_sampled_simulation_is_the_same_at_every_evaluation_of_the_same_weight
     )
     assert len({simulate["simulated_acceptance_length"] for simulate in simulations}) == 1
     assert set(simulations[0]["simulated_acceptance_length_by_n"]) == {"1", "2", "3"}
+
+
+def test_precision_by_itself_is_that_of_the_device(tmp_path: Path) -> None:
+    """bfloat16 on an accelerator, float32 on a CPU, where auto is therefore float32 to the bit."""
+    assert [TrainerConfig().precision_on(accelerator) for accelerator in (False, True)] == ["float32", "bfloat16"]
+    assert [TrainerConfig().head_precision_on(accelerator) for accelerator in (False, True)] == ["float32", "bfloat16"]
+    chosen = TrainerConfig(precision="float32", head_precision="tf32")
+    assert (chosen.precision_on(True), chosen.head_precision_on(True)) == ("float32", "tf32")
+    losses = []
+    for precision in ("auto", "float32"):
+        drafter = random_drafter(OPTIONS, dtype=torch.float32)
+        store = MemoryStore([as_dtype(d, torch.float32) for d in random_documents(OPTIONS, drafter.head)])
+        losses.append(fit(tmp_path / precision, drafter, store, one_batch(precision=precision)).final_loss)
+    assert losses[0] == losses[1]
+
+
+def test_a_teacher_in_bfloat16_teaches_nearly_the_same(tmp_path: Path) -> None:
+    losses = {}
+    for precision in ("float32", "bfloat16"):
+        drafter = random_drafter(OPTIONS, dtype=torch.float32)
+        store = MemoryStore([as_dtype(d, torch.float32) for d in random_documents(OPTIONS, drafter.head)])
+        losses[precision] = fit(tmp_path / precision, drafter, store, one_batch(head_precision=precision)).final_loss
+    assert losses["bfloat16"] == pytest.approx(losses["float32"], rel=0.02)
+    assert losses["bfloat16"] != losses["float32"]
 
 
 def test_bfloat16_computes_coarsely_and_keeps_float32_weights(tmp_path: Path) -> None:

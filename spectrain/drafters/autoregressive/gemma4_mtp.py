@@ -161,9 +161,9 @@ class Gemma4MTP(AutoregressiveDrafter):
 
     def unroll(self, batch: PackedBatch, columns: Columns) -> Tensor:
         query_M, last = columns.query_M, batch.num_tokens - 1
-        layout = ColumnLayout.build(query_M, batch.document_ids_T)
+        layout = ColumnLayout.build(columns.host_query_M, batch.host.document_ids_T, query_M.device)
         distance_MT = query_M[:, None] - torch.arange(batch.num_tokens, device=query_M.device)
-        visible = visible_kinds(self.shape, layout.visible_MT(), distance_MT, (0, 0))
+        visible = visible_kinds(self.shape, layout.ranges().visible(query_M.device), distance_MT, (0, 0))
         kv = self._kinds(
             {layer: (k.transpose(0, 1)[None], v.transpose(0, 1)[None]) for layer, (k, v) in batch.target_kv.items()}
         )

@@ -118,7 +118,7 @@ class PEagle(Eagle3):
         """Normed outputs [K, M, H] of all slots, in one pass."""
         body, query_M = self.body, columns.query_M
         backend = self.attention_backend(batch)
-        layout = ColumnLayout.build(query_M, batch.document_ids_T)
+        layout = ColumnLayout.build(columns.host_query_M, batch.host.document_ids_T, query_M.device)
         feature_TH = body.fuse(batch.taps_TAH)
         out_MH, keys = first_step(body, self.rotary, self.head, feature_TH, batch, layout, backend)
         slot_J1 = torch.arange(1, len(columns.valid_KM), device=query_M.device)[:, None]
@@ -138,7 +138,7 @@ class PEagle(Eagle3):
     def _mask_input(self) -> tuple[Tensor, Tensor]:
         """Feature [H] and embedding [H] of every mask slot."""
         feature_H = self.body.mask_feature()
-        mask = torch.tensor(self.shape.mask_token_id, device=feature_H.device)
+        mask = torch.full((), self.shape.mask_token_id, device=feature_H.device)  # filled there: nobody waits
         return feature_H, self.head.embed_rows(mask).to(feature_H.dtype)
 
 

@@ -5,32 +5,26 @@ document. Columns that never count (prompts, other speakers) are only *read*, as
 MLP, head, teacher and all steps k >= 1 run on the M counted columns alone, and the result is the same; with more than
 one layer, all but the last run on every column at step 0, because their outputs make the next layer's keys.
 
-Attention of an autoregressive drafter while it is unrolled in training.
+Which columns those are is worked out on the host (``data/host_tokens.py``), so that no pass waits for its device. Who
+sees whom: ``column_attention.py``.
 
-Query (t, k), column t at step k, sees the step-0 keys of the columns <= t of its own document, and of each later step j
-= 1 … k only its own key (t, j). That is what a server does: verified tokens sit in the drafter's cache with target
-features (step 0), and the current draft's own keys follow behind column t. One softmax over both parts.
-
-Step 0 needs every column of a document as a key but only the M counted columns as queries, so queries and keys have
-different lengths.
-
-Three equal implementations: ``eager`` (documents one by one, plain products: fastest on a CPU with short documents, and
-the reference), ``sdpa`` (one masked call), ``flex`` (block-sparse kernels on a GPU; the two parts are merged by their
-log-sum-exp).
+Legend: T tokens, M counted columns, K steps, U teacher positions, H hidden, G key-value heads of size d.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from spectrain.data.host_tokens import HostTokens, on_device
 from spectrain.data.packing import PackedBatch
-from spectrain.drafters.layers import DecoderLayer, Rotary, compiled_flex
+from spectrain.drafters.autoregressive.column_attention import ColumnLayout, unrolled_attention
+from spectrain.drafters.layers import DecoderLayer, Rotary
 from spectrain.target.head import TargetHead
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # queries, and the same columns' keys and values -> heads
@@ -84,167 +78,22 @@ def token_embedding(body: AutoregressiveBody, head: TargetHead, ids: Tensor, pos
     return rows.masked_fill((positions == 0)[..., None], 0.0) if body.zero_first else rows
 
 
-BACKENDS = ("eager", "sdpa", "flex")
-
-
-@dataclass
-class ColumnLayout:
-    """Which columns ask and which may answer. T columns in all, M of them counted (ascending)."""
-
-    query_M: Tensor  # column of each counted query, int64
-    document_ids_T: Tensor
-    spans: list[tuple[int, int, int, int]]  # per document with queries: key start, key end, query start, query end
-    cache: dict[str, Any] = field(default_factory=dict)  # masks, built once for all layers and steps
-
-    @classmethod
-    def build(cls, query_M: Tensor, document_ids_T: Tensor) -> ColumnLayout:
-        documents = int(document_ids_T.max()) + 1 if len(document_ids_T) else 0
-        keys = torch.bincount(document_ids_T, minlength=documents).tolist()
-        queries = torch.bincount(document_ids_T[query_M], minlength=documents).tolist()
-        spans, key, query = [], 0, 0
-        for num_keys, num_queries in zip(keys, queries, strict=True):
-            if num_queries:
-                # Keys behind the last query of a document are seen by nobody.
-                last = int(query_M[query + num_queries - 1]) + 1
-                spans.append((key, last, query, query + num_queries))
-            key, query = key + num_keys, query + num_queries
-        return cls(query_M, document_ids_T, spans)
-
-    def visible_MT(self) -> Tensor:
-        """bool [M, T]: step-0 key column <= query column, same document."""
-        if "visible" not in self.cache:
-            columns = torch.arange(len(self.document_ids_T), device=self.query_M.device)
-            same = self.document_ids_T[self.query_M][:, None] == self.document_ids_T[None]
-            self.cache["visible"] = same & (columns[None] <= self.query_M[:, None])
-        return self.cache["visible"]
-
-
-def unrolled_attention(
-    q_MNd: Tensor,
-    k0_TGd: Tensor,
-    v0_TGd: Tensor,
-    own_k: list[Tensor],
-    own_v: list[Tensor],
-    layout: ColumnLayout,
-    backend: str,
-) -> Tensor:
-    """Attend from M counted columns.
-
-    Args:
-        q_MNd: queries of one step, N heads of size d.
-        k0_TGd, v0_TGd: step-0 keys and values of every column, G key/value heads (N is a multiple of G).
-        own_k, own_v: keys and values [M, G, d] of steps 1 … k at the same columns (empty at step 0).
-        layout: columns and documents.
-        backend: one of ``BACKENDS``.
-
-    Returns [M, N, d].
-    """
-    if len(q_MNd) == 0:
-        return q_MNd  # a batch in which no column counts; flex_attention cannot do it
-    return {"eager": _eager, "sdpa": _sdpa, "flex": _flex}[backend](q_MNd, k0_TGd, v0_TGd, own_k, own_v, layout)
-
-
-def _own_scores(q_MGRd: Tensor, own_k: list[Tensor]) -> Tensor:
-    """Unscaled scores of the diagonal part, [M, G, R, k]: each query against its own column's keys."""
-    keys_MGkd = torch.stack(own_k, dim=2)
-    return q_MGRd @ keys_MGkd.transpose(-1, -2)
-
-
-def _eager(
-    q_MNd: Tensor, k0_TGd: Tensor, v0_TGd: Tensor, own_k: list[Tensor], own_v: list[Tensor], layout: ColumnLayout
-) -> Tensor:
-    m, n, d = q_MNd.shape
-    g = k0_TGd.shape[1]
-    q_MGRd = q_MNd.unflatten(1, (g, n // g)) * d**-0.5
-    own_MGRk = _own_scores(q_MGRd, own_k) if own_k else None
-    own_v_MGkd = torch.stack(own_v, dim=2) if own_v else None
-    out = []
-    for index, (k_start, k_end, q_start, q_end) in enumerate(layout.spans):
-        queries, keys = q_end - q_start, k_end - k_start
-        q = q_MGRd[q_start:q_end].permute(1, 2, 0, 3).reshape(g, -1, d)  # [G, R·q, d]: grouped heads share one product
-        k, v = k0_TGd[k_start:k_end].transpose(0, 1), v0_TGd[k_start:k_end].transpose(0, 1)
-        name = f"hidden{index}"
-        if name not in layout.cache:
-            columns = torch.arange(k_start, k_end, device=q.device)
-            hidden = columns[None] > layout.query_M[q_start:q_end, None]
-            layout.cache[name] = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(
-                hidden, float("-inf")
-            )
-        scores = (q @ k.transpose(1, 2)).view(g, -1, queries, keys) + layout.cache[name]
-        if own_MGRk is not None:
-            scores = torch.cat([scores, own_MGRk[q_start:q_end].permute(1, 2, 0, 3)], dim=-1)
-        weights = F.softmax(scores, dim=-1)
-        mixed = (weights[..., :keys].reshape(g, -1, keys) @ v).view(g, -1, queries, d)
-        if own_v_MGkd is not None:
-            own_weights = weights[..., keys:].unsqueeze(-2)  # [G, R, q, 1, k]
-            mixed = mixed + (own_weights @ own_v_MGkd[q_start:q_end].permute(1, 0, 2, 3).unsqueeze(1)).squeeze(-2)
-        out.append(mixed.permute(2, 0, 1, 3).reshape(queries, n, d))
-    return torch.cat(out) if out else q_MNd * 0
-
-
-def _sdpa(
-    q_MNd: Tensor, k0_TGd: Tensor, v0_TGd: Tensor, own_k: list[Tensor], own_v: list[Tensor], layout: ColumnLayout
-) -> Tensor:
-    m, n, _ = q_MNd.shape
-    visible = layout.visible_MT()
-    if own_k:
-        diagonal = torch.eye(m, dtype=torch.bool, device=visible.device)
-        visible = torch.cat([visible, *[diagonal] * len(own_k)], dim=1)
-    k, v = (
-        torch.cat([first, *rest]).repeat_interleave(n // first.shape[1], dim=1)
-        for first, rest in ((k0_TGd, own_k), (v0_TGd, own_v))
-    )
-    q_1NMd, k_1NSd, v_1NSd = (x.transpose(0, 1)[None] for x in (q_MNd, k, v))
-    out = F.scaled_dot_product_attention(q_1NMd, k_1NSd, v_1NSd, attn_mask=visible[None, None])
-    return out[0].transpose(0, 1)
-
-
-def _flex(
-    q_MNd: Tensor, k0_TGd: Tensor, v0_TGd: Tensor, own_k: list[Tensor], own_v: list[Tensor], layout: ColumnLayout
-) -> Tensor:
-    from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
-
-    m, n, d = q_MNd.shape
-    g = k0_TGd.shape[1]
-    if "block_mask" not in layout.cache:
-        query_M, document_T = layout.query_M, layout.document_ids_T
-
-        def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            column = query_M[q]
-            return (k <= column) & (document_T[k] == document_T[column])
-
-        layout.cache["block_mask"] = create_block_mask(
-            visible, None, None, m, len(document_T), device=str(q_MNd.device)
-        )
-    attend = compiled_flex() if q_MNd.is_cuda else flex_attention
-    out, aux = attend(
-        *(x.transpose(0, 1)[None] for x in (q_MNd, k0_TGd, v0_TGd)),
-        block_mask=layout.cache["block_mask"],
-        enable_gqa=n != g,
-        return_aux=AuxRequest(lse=True),
-    )
-    out_MNd, lse_MN = out[0].transpose(0, 1), aux.lse[0].transpose(0, 1)
-    if not own_k:
-        return out_MNd
-    own = _own_scores(q_MNd.unflatten(1, (g, n // g)) * d**-0.5, own_k).flatten(1, 2)  # [M, N, k]
-    joint = torch.logsumexp(torch.cat([lse_MN[..., None].to(own.dtype), own], dim=-1), dim=-1, keepdim=True)
-    weights_MGRk = (own - joint).exp().unflatten(1, (g, n // g))
-    own_out = (weights_MGRk @ torch.stack(own_v, dim=2)).flatten(1, 2)
-    return out_MNd * (lse_MN[..., None].to(own.dtype) - joint).exp() + own_out
-
-
 @dataclass
 class Columns:
-    """The counted columns of a batch. M columns, K steps."""
+    """The counted columns of a batch. M columns, K steps. The last two are on the host."""
 
     query_M: Tensor  # flat position t of each column
     valid_KM: Tensor  # bool: does step k of the column count
+    host_query_M: np.ndarray
+    host_valid_KM: np.ndarray
 
     @classmethod
     def build(cls, batch: PackedBatch, steps: int) -> Columns:
-        valid_KT = torch.stack([_counts_at_step(batch, k) for k in range(steps)])
-        query_M = valid_KT.any(0).nonzero()[:, 0]
-        return cls(query_M, valid_KT[:, query_M])
+        host, device = batch.host, batch.input_ids_T.device
+        valid_KT = np.stack([_counts_at_step(host, k) for k in range(steps)])
+        query_M = np.flatnonzero(valid_KT.any(0))
+        valid_KM = valid_KT[:, query_M]
+        return cls(on_device(query_M, device), on_device(valid_KM, device), query_M, valid_KM)
 
     def weights(self, step_decay: float) -> Tensor:
         """float32 [K, M]: step_decay^k where the step counts, else 0."""
@@ -252,10 +101,10 @@ class Columns:
         return decay_K[:, None] * self.valid_KM
 
 
-def _counts_at_step(batch: PackedBatch, k: int) -> Tensor:
+def _counts_at_step(batch: HostTokens, k: int) -> np.ndarray:
     """bool [T]: m_{t+1} and m_{t+2+k}, all in one document."""
-    t, ahead = batch.num_tokens, 2 + k
-    counts_T = torch.zeros(t, dtype=torch.bool, device=batch.loss_mask_T.device)
+    t, ahead = len(batch.loss_mask_T), 2 + k
+    counts_T = np.zeros(t, dtype=bool)
     if t > ahead:
         reach = t - ahead
         same = batch.document_ids_T[:reach] == batch.document_ids_T[ahead:]
@@ -276,7 +125,7 @@ def unroll(
     the target.
     """
     query_M, last = columns.query_M, batch.num_tokens - 1
-    layout = ColumnLayout.build(query_M, batch.document_ids_T)
+    layout = ColumnLayout.build(columns.host_query_M, batch.host.document_ids_T, query_M.device)
     out_MH, keys = first_step(body, rotary, head, feature_TH, batch, layout, backend)
     normed_KMH = [body.norm(out_MH)]
     own: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in body.layers]
@@ -314,12 +163,13 @@ def first_step(
     embedding_TH = token_embedding(body, head, next_T, batch.position_ids_T).to(feature_TH.dtype)
     cos_sin_T = rotary.cos_sin(batch.position_ids_T)
     keys: list[tuple[Tensor, Tensor]] = []
-    every_T, out_MH = torch.arange(batch.num_tokens, device=query_M.device), feature_TH
+    every_T, out_MH = np.arange(batch.num_tokens), feature_TH
     for layer in body.layers:
         if layer is body.layers[-1]:
             attend, rows = _to_step_0(layout, backend), query_M
         else:  # all columns ask: the next layer makes keys of what comes out
-            attend, rows = _to_step_0(ColumnLayout.build(every_T, batch.document_ids_T), backend), None
+            every = ColumnLayout.build(every_T, batch.host.document_ids_T, query_M.device)
+            attend, rows = _to_step_0(every, backend), None
         out_MH, k_TGd, v_TGd = layer(out_MH, embedding_TH, cos_sin_T, attend, rows)
         keys.append((k_TGd, v_TGd))
     return out_MH, keys
@@ -355,18 +205,19 @@ def align_to_teachers(hidden_KMH: Tensor, weight_KM: Tensor, columns: Columns, n
     Example, columns 4 and 5 with K = 2: teachers 5, 6, 7; student (0, teacher 5) is column 4, (1, teacher 6) is column
     4 again.
     """
-    device, steps = columns.query_M.device, len(weight_KM)
-    column_of_T = torch.full((num_tokens + steps,), -1, dtype=torch.long, device=device)
-    column_of_T[columns.query_M] = torch.arange(len(columns.query_M), device=device)
-    asked_T = torch.zeros(num_tokens, dtype=torch.bool, device=device)
+    query_M, valid_KM, steps = columns.host_query_M, columns.host_valid_KM, len(weight_KM)
+    column_of_T = np.full(num_tokens + steps, -1)
+    column_of_T[query_M] = np.arange(len(query_M))
+    asked_T = np.zeros(num_tokens, dtype=bool)
     for k in range(steps):
-        asked_T[columns.query_M[columns.valid_KM[k]] + 1 + k] = True
-    teacher_U = asked_T.nonzero()[:, 0]
-    hidden, weight = [], []
+        asked_T[query_M[valid_KM[k]] + 1 + k] = True
+    teacher_U = asked_T.nonzero()[0]
+    column_KU = np.empty((steps, len(teacher_U)), dtype=np.int64)
     for k in range(steps):
         position_U = teacher_U - 1 - k
-        column_U = torch.where(position_U >= 0, column_of_T[position_U.clamp(min=0)], -1)
-        row_U = column_U.clamp(min=0)
-        hidden.append(hidden_KMH[k, row_U])
-        weight.append(weight_KM[k, row_U] * (column_U >= 0))
-    return UnrolledOutputs(teacher_U, torch.stack(hidden), torch.stack(weight))
+        column_KU[k] = np.where(position_U >= 0, column_of_T[position_U.clip(min=0)], -1)
+    device = columns.query_M.device
+    row_KU, there_KU = on_device(column_KU.clip(min=0), device), on_device(column_KU >= 0, device)
+    hidden = [hidden_KMH[k, row_U] for k, row_U in enumerate(row_KU)]
+    weight = [weight_KM[k, row_U] * there_U for k, (row_U, there_U) in enumerate(zip(row_KU, there_KU, strict=True))]
+    return UnrolledOutputs(on_device(teacher_U, device), torch.stack(hidden), torch.stack(weight))

@@ -7,8 +7,8 @@ position a + j. One softmax over both parts.
 
 Three equal implementations: ``eager`` goes through the documents in groups of neighbouring blocks, so that a group's
 keys end at its last anchor and nothing is computed across documents or between blocks (fastest on a CPU); ``sdpa`` is
-one call with a dense mask over the context and all blocks' keys; ``flex`` is the same as block-sparse kernels, for a
-GPU.
+one call of torch's kernels a group; ``flex`` is one call for all, as block-sparse kernels, for a GPU. No memory grows
+with the square of a document: where a group's scores are many, its backward pass does it again.
 
 Legend: R blocks, B slots, T context tokens, N heads, G key-value heads, M = N/G heads that share keys, d size of a
 head; r blocks and K context keys of a group.
@@ -16,20 +16,25 @@ head; r blocks and K context keys of a group.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
-from spectrain.drafters.layers import compiled_flex
+from spectrain.data.host_tokens import on_device
+from spectrain.drafters.flex_kernels import attend_sparsely
+from spectrain.drafters.key_ranges import KeyRanges, bucket, sparse_mask
 
 BACKENDS = ("eager", "sdpa", "flex")
 _GROUP_ROWS = (
     256  # queries per head of one group: enough for fast products, few enough that little lies behind the first anchor
 )
+_MOST_SCORES = 1 << 20  # of a group, a head: with more, backward does the group again
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,8 @@ class BlockLayout:
     """R blocks in a batch of T tokens, anchors ascending."""
 
     anchor_R: Tensor
-    document_ids_T: Tensor
+    host_anchor_R: np.ndarray
+    document_ids_T: np.ndarray
     slots: int
     window: int | None
     causal: bool
@@ -58,10 +64,18 @@ class BlockLayout:
 
     @classmethod
     def build(
-        cls, anchor_R: Tensor, document_ids_T: Tensor, slots: int, window: int | None, causal: bool
+        cls,
+        anchor_R: np.ndarray | Tensor,
+        document_ids_T: np.ndarray | Tensor,
+        slots: int,
+        window: int | None,
+        causal: bool,
+        device: torch.device | str = "cpu",
     ) -> BlockLayout:
-        lengths = torch.bincount(document_ids_T).tolist()
-        blocks = torch.bincount(document_ids_T[anchor_R], minlength=len(lengths)).tolist()
+        """Of what is on the host; ``device``: where queries and keys will be."""
+        anchor_R, document_ids_T = np.asarray(anchor_R), np.asarray(document_ids_T)
+        lengths = np.bincount(document_ids_T).tolist()
+        blocks = np.bincount(document_ids_T[anchor_R], minlength=len(lengths)).tolist()
         anchors, step = anchor_R.tolist(), max(1, _GROUP_ROWS // slots)
         groups, key, block = [], 0, 0
         for num_keys, num_blocks in zip(lengths, blocks, strict=True):
@@ -70,7 +84,8 @@ class BlockLayout:
                 first = key if window is None else max(key, anchors[start] - window + 1)
                 groups.append(Group(first, anchors[end - 1], start, end))
             key, block = key + num_keys, block + num_blocks
-        return cls(anchor_R, document_ids_T, slots, window, causal, groups)
+        on = on_device(anchor_R, torch.device(device))
+        return cls(on, anchor_R, document_ids_T, slots, window, causal, groups)
 
     def sees_own(self) -> Tensor:
         """bool [B, B]: which slots of its block a slot sees."""
@@ -88,8 +103,31 @@ class BlockLayout:
             visible = visible & (anchor_r11 + slot_B1 - column_K < self.window)
         return visible
 
+    def many_scores(self, group: Group) -> bool:
+        """Whether a group's scores are so many that its backward pass should do it again."""
+        return (group.end - group.start) * self.slots * (group.key_end - group.key_start) > _MOST_SCORES
+
+    def ranges(self, behind: int) -> KeyRanges:
+        """Keys of each slot: of the context, and of its own block, whose keys lie from ``behind`` on."""
+        starts_D = np.searchsorted(self.document_ids_T, np.arange(self.document_ids_T[-1] + 1))
+        r, b = len(self.host_anchor_R), self.slots
+        anchor_Q, slot_Q = np.repeat(self.host_anchor_R, b), np.tile(np.arange(b), r)
+        block_Q = behind + np.repeat(np.arange(r), b) * b
+        start_Q = starts_D[self.document_ids_T[anchor_Q]]
+        first_Q, last_Q = np.zeros_like(slot_Q), slot_Q if self.causal else np.full_like(slot_Q, b - 1)
+        if self.window is not None:
+            start_Q = np.maximum(start_Q, anchor_Q + slot_Q - self.window + 1)
+            first_Q, last_Q = (
+                np.maximum(first_Q, slot_Q - self.window + 1),
+                np.minimum(last_Q, slot_Q + self.window - 1),
+            )
+        starts, ends = np.stack([start_Q, block_Q + first_Q]), np.stack([anchor_Q, block_Q + last_Q + 1])
+        return KeyRanges(starts, ends, behind + r * b)
+
     def hidden_scores(self, group: Group, dtype: torch.dtype) -> Tensor:
         """What is added to a group's scores, 0 or -inf: [r, 1, 1 or B, K]."""
+        if self.many_scores(group):  # not kept either
+            return _additive(self.sees_context(group)[:, None], dtype)
         if group not in self.cache:
             self.cache[group] = _additive(self.sees_context(group)[:, None], dtype)
         return self.cache[group]
@@ -136,21 +174,31 @@ def _eager(
     g = k_RBGd.shape[2]
     q_GRMBd = (q_RBNd * q_RBNd.shape[-1] ** -0.5).unflatten(2, (g, -1)).permute(2, 0, 3, 1, 4)
     own_k_GRdB, own_v_GRBd = k_RBGd.permute(2, 0, 3, 1), v_RBGd.permute(2, 0, 1, 3)
-    out = []
-    for group in layout.groups:
+
+    def attend(group: Group) -> Tensor:
         blocks, keys = slice(group.start, group.end), slice(group.key_start, group.key_end)
-        out.append(
-            _group(
-                q_GRMBd[:, blocks],
-                own_k_GRdB[:, blocks],
-                own_v_GRBd[:, blocks],
-                context_k_TGd[keys].permute(1, 2, 0),
-                context_v_TGd[keys].transpose(0, 1),
-                layout.hidden_scores(group, q_RBNd.dtype),
-                layout.hidden_own(q_RBNd.dtype),
-            )
+        return _group(
+            q_GRMBd[:, blocks],
+            own_k_GRdB[:, blocks],
+            own_v_GRBd[:, blocks],
+            context_k_TGd[keys].permute(1, 2, 0),
+            context_v_TGd[keys].transpose(0, 1),
+            layout.hidden_scores(group, q_RBNd.dtype),
+            layout.hidden_own(q_RBNd.dtype),
         )
-    return torch.cat(out, dim=1).permute(1, 3, 0, 2, 4).flatten(2, 3)
+
+    return torch.cat(_by_groups(layout, attend), dim=1).permute(1, 3, 0, 2, 4).flatten(2, 3)
+
+
+def _by_groups(layout: BlockLayout, attend: Callable[[Group], Tensor]) -> list[Tensor]:
+    """Of those with many scores nothing is kept for the backward pass."""
+    again = torch.is_grad_enabled()
+    return [
+        checkpoint(attend, group, use_reentrant=False, preserve_rng_state=False)
+        if again and layout.many_scores(group)
+        else attend(group)
+        for group in layout.groups
+    ]
 
 
 def _group(
@@ -176,72 +224,46 @@ def _group(
     return mixed.view(g, r, m, b, d) + own.view(g, r, m, b, d)
 
 
-def _joined(blocks_RBGd: Tensor, context_TGd: Tensor) -> Tensor:
-    """Keys or values of the context and then of all blocks, [1, G, T + R·B, d]."""
-    return torch.cat([context_TGd, blocks_RBGd.flatten(0, 1)]).transpose(0, 1)[None]
-
-
-def _visible_columns(layout: BlockLayout) -> Iterator[tuple[Group, Tensor]]:
-    for group in layout.groups:
-        yield group, layout.sees_context(group).expand(-1, layout.slots, -1).flatten(0, 1)
-
-
 def _sdpa(
     q_RBNd: Tensor, k_RBGd: Tensor, v_RBGd: Tensor, context_k_TGd: Tensor, context_v_TGd: Tensor, layout: BlockLayout
 ) -> Tensor:
-    r, b, n, _ = q_RBNd.shape
-    if "visible" not in layout.cache:
-        context = torch.zeros(r * b, len(context_k_TGd), dtype=torch.bool, device=q_RBNd.device)
-        for group, visible in _visible_columns(layout):
-            context[group.start * b : group.end * b, group.key_start : group.key_end] = visible
-        own = torch.block_diag(*layout.sees_own().expand(r, -1, -1).unbind())
-        layout.cache["visible"] = torch.cat([context, own], dim=1)
-    share = n // k_RBGd.shape[2]
-    k, v = (
-        _joined(own, context).repeat_interleave(share, 1)
-        for own, context in ((k_RBGd, context_k_TGd), (v_RBGd, context_v_TGd))
-    )
-    q_1NQd = q_RBNd.flatten(0, 1).transpose(0, 1)[None]
-    out = F.scaled_dot_product_attention(q_1NQd, k, v, attn_mask=layout.cache["visible"][None, None])
-    return out[0].transpose(0, 1).view_as(q_RBNd)
+    b = layout.slots
+    share = q_RBNd.shape[2] // k_RBGd.shape[2]
+
+    def attend(group: Group) -> Tensor:
+        blocks, columns = slice(group.start, group.end), slice(group.key_start, group.key_end)
+        context = layout.sees_context(group).expand(-1, b, -1).flatten(0, 1)
+        own = torch.block_diag(*layout.sees_own().expand(group.end - group.start, -1, -1).unbind())
+        k, v = (
+            torch.cat([context_TGd[columns], own_RBGd[blocks].flatten(0, 1)]).repeat_interleave(share, 1)
+            for own_RBGd, context_TGd in ((k_RBGd, context_k_TGd), (v_RBGd, context_v_TGd))
+        )
+        q_1NQd, k_1NKd, v_1NKd = (x.transpose(0, 1)[None] for x in (q_RBNd[blocks].flatten(0, 1), k, v))
+        out = F.scaled_dot_product_attention(q_1NQd, k_1NKd, v_1NKd, attn_mask=torch.cat([context, own], 1)[None, None])
+        return out[0].transpose(0, 1).unflatten(0, (-1, b))
+
+    return torch.cat(_by_groups(layout, attend))
 
 
 def _flex(
     q_RBNd: Tensor, k_RBGd: Tensor, v_RBGd: Tensor, context_k_TGd: Tensor, context_v_TGd: Tensor, layout: BlockLayout
 ) -> Tensor:
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    asking, t = q_RBNd.shape[0] * q_RBNd.shape[1], len(context_k_TGd)
+    queries, behind = bucket(asking), bucket(t)
+    if "sparse" not in layout.cache:
+        ranges = layout.ranges(behind).padded(queries, behind + queries)
+        layout.cache["sparse"] = sparse_mask(ranges, q_RBNd.device)
 
-    r, b, n, _ = q_RBNd.shape
-    t = len(context_k_TGd)
-    if "block_mask" not in layout.cache:
-        layout.cache["block_mask"] = create_block_mask(
-            _mask_function(layout, t), None, None, r * b, t + r * b, device=str(q_RBNd.device)
-        )
-    attend = compiled_flex() if q_RBNd.is_cuda else flex_attention
-    out = attend(
-        q_RBNd.flatten(0, 1).transpose(0, 1)[None],
-        _joined(k_RBGd, context_k_TGd),
-        _joined(v_RBGd, context_v_TGd),
-        block_mask=layout.cache["block_mask"],
-        enable_gqa=n != k_RBGd.shape[2],
-    )
-    return out[0].transpose(0, 1).view_as(q_RBNd)
+    def keys(own_RBGd: Tensor, context_TGd: Tensor) -> Tensor:
+        """Of the context and then of all blocks, each padded: [1, G, K, d]."""
+        parts = (_filled(context_TGd, behind), _filled(own_RBGd.flatten(0, 1), queries))
+        return torch.cat(parts).transpose(0, 1)[None]
+
+    q_1NQd = _filled(q_RBNd.flatten(0, 1), queries).transpose(0, 1)[None]
+    out = attend_sparsely(q_1NQd, keys(k_RBGd, context_k_TGd), keys(v_RBGd, context_v_TGd), layout.cache["sparse"])
+    return out[0, :, :asking].transpose(0, 1).view_as(q_RBNd)
 
 
-def _mask_function(layout: BlockLayout, num_context: int) -> Any:
-    """Whether query (a slot of a block) sees key (a context token, or behind those a slot of a block)."""
-    anchor_R, document_T, b, window = layout.anchor_R, layout.document_ids_T, layout.slots, layout.window
-
-    def visible(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        anchor = anchor_R[q // b]
-        column, own = k.clamp(max=num_context - 1), (k - num_context).clamp(min=0)
-        context = (k < num_context) & (column < anchor) & (document_T[column] == document_T[anchor])
-        back = q % b - own % b
-        same = (k >= num_context) & (own // b == q // b)
-        if layout.causal:
-            same = same & (back >= 0)
-        if window is not None:
-            context, same = context & (anchor + q % b - column < window), same & (back.abs() < window)
-        return context | same
-
-    return visible
+def _filled(rows_TGd: Tensor, size: int) -> Tensor:
+    """With rows of zeros behind."""
+    return F.pad(rows_TGd, (0, 0, 0, 0, 0, size - len(rows_TGd)))

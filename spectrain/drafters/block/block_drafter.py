@@ -260,8 +260,9 @@ def block_scores(
     so many. Blocks see nothing of each other, so they are run some at a time: memory does not grow with their number.
     """
     anchor_R = all_anchors(batch)
+    device = batch.input_ids_T.device
     if len(anchor_R) == 0:
-        return DraftScores(anchor_R, torch.zeros(0, num_drafts, device=anchor_R.device))
+        return DraftScores(anchor_R, torch.zeros(0, num_drafts, device=device))
     ahead_T = tokens_ahead(batch, num_drafts)
     log_q_T = None if draft_sampling.greedy else _log_q(drafter, batch, anchor_R, ahead_T[anchor_R], sampling)
     accepted, confidences = [], []
@@ -270,7 +271,7 @@ def block_scores(
         accepted.append(_accepted(drafter, batch, slots, some_R, ahead_T[some_R], log_q_T, draft_sampling))
         confidences.append(slots.confidence())
     said = [confidence_RJ for confidence_RJ in confidences if confidence_RJ is not None]
-    return DraftScores(anchor_R, torch.cat(accepted), torch.cat(said) if said else None)
+    return DraftScores(anchor_R.to(device), torch.cat(accepted), torch.cat(said) if said else None)
 
 
 def _accepted(
@@ -283,7 +284,8 @@ def _accepted(
     draft_sampling: SamplingParams,
 ) -> Tensor:
     """[R, J]: acceptance of these blocks' drafts."""
-    num_drafts = slots.hidden_RJH.shape[1]
+    num_drafts, device = slots.hidden_RJH.shape[1], batch.input_ids_T.device
+    anchor_R, ahead_R = anchor_R.to(device), ahead_R.to(device)
     accept_RJ = torch.zeros(len(anchor_R), num_drafts, device=anchor_R.device)
     alive_S = torch.arange(len(anchor_R), device=anchor_R.device)
     for k in range(num_drafts):
@@ -305,10 +307,10 @@ def _log_q(
     drafter: BlockDrafter, batch: PackedBatch, anchor_R: Tensor, ahead_R: Tensor, sampling: SamplingParams
 ) -> Tensor:
     """log q of the document's own token behind every position that some slot asks about, [T]; others hold 0."""
-    asked_T = torch.zeros(batch.num_tokens, dtype=torch.bool, device=anchor_R.device)
+    asked_T = torch.zeros(batch.num_tokens, dtype=torch.bool)
     for k in range(int(ahead_R.max())):
         asked_T[anchor_R[ahead_R > k] + k] = True
-    teacher_U = asked_T.nonzero()[:, 0]
+    teacher_U = asked_T.nonzero()[:, 0].to(batch.input_ids_T.device)
     log_q_U = target_log_probs(drafter.teacher(batch, teacher_U), batch.input_ids_T[teacher_U + 1], sampling)
     return log_q_U.new_zeros(batch.num_tokens).index_copy_(0, teacher_U, log_q_U)
 

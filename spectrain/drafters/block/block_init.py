@@ -69,16 +69,20 @@ class Blocks:
 
     @classmethod
     def build(cls, drafter: BlockDrafter, batch: PackedBatch, anchor_R: Tensor) -> Blocks:
-        """A slot that does not draft (the anchor's) should carry what the first draft needs."""
-        body, shape = drafter.body, drafter.shape
-        slot_B = torch.arange(shape.block_size, device=anchor_R.device)
+        """A slot that does not draft (the anchor's) should carry what the first draft needs. ``anchor_R``: on the
+        host.
+        """
+        body, shape, device = drafter.body, drafter.shape, batch.input_ids_T.device
+        layout = BlockLayout.build(
+            anchor_R, batch.host.document_ids_T, shape.block_size, shape.sliding_window, shape.causal, device
+        )
+        slot_B = torch.arange(shape.block_size, device=device)
         draft_B = (slot_B - shape.first_slot).clamp(min=0)
-        counts_RB = tokens_ahead(batch, shape.num_drafts)[anchor_R][:, None] > draft_B
+        counts_RB = tokens_ahead(batch, shape.num_drafts)[anchor_R].to(device)[:, None] > draft_B
+        anchor_R = layout.anchor_R
         return cls(
             anchor_R=anchor_R,
-            layout=BlockLayout.build(
-                anchor_R, batch.document_ids_T, shape.block_size, shape.sliding_window, shape.causal
-            ),
+            layout=layout,
             context_TH=body.fuse(batch.taps_TAH),
             cos_sin_T=drafter.rotary.cos_sin(batch.position_ids_T),
             cos_sin_RB=drafter.rotary.cos_sin(batch.position_ids_T[anchor_R][:, None] + slot_B),
@@ -207,7 +211,7 @@ class _Pairs:
 
     @classmethod
     def build(cls, drafter: BlockDrafter) -> _Pairs | None:
-        inv_freq = drafter.rotary.inv_freq.double().cpu()
+        inv_freq = drafter.rotary.inv_freq.double().to(drafter.body.fc.weight.device)
         slow = torch.arange(len(inv_freq))[-max(2, len(inv_freq) // 4) :]
         spare = int(slow[0]) - 1
         fast = torch.nonzero(inv_freq[: max(spare, 0)] >= _SLOWEST_FAST)[:, 0]

@@ -42,6 +42,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from spectrain.data.host_tokens import on_device
 from spectrain.data.packing import PackedBatch
 from spectrain.drafters.block.block_attention import BlockLayout, block_attention
 from spectrain.drafters.losses import LossSums, StudentLoss, Students, candidate_loss, student_loss
@@ -52,33 +53,34 @@ if TYPE_CHECKING:
 
 
 def tokens_ahead(batch: PackedBatch, most: int) -> Tensor:
-    """int64 [T]: how many generated tokens follow a generated token without a gap in its document, at most ``most``; 0
-    elsewhere.
+    """int64 [T], on the host: how many generated tokens follow a generated token without a gap in its document, at
+    most ``most``; 0 elsewhere.
     """
-    t = batch.num_tokens
-    ahead_T = torch.zeros(t, dtype=torch.long, device=batch.loss_mask_T.device)
-    going_T = batch.loss_mask_T
+    host, t = batch.host, batch.num_tokens
+    ahead_T = np.zeros(t, dtype=np.int64)
+    going_T = host.loss_mask_T
     for k in range(1, min(most, t - 1) + 1):
-        same = batch.document_ids_T[: t - k] == batch.document_ids_T[k:]
-        going_T = going_T[: t - k] & batch.loss_mask_T[k:] & same
+        same = host.document_ids_T[: t - k] == host.document_ids_T[k:]
+        going_T = going_T[: t - k] & host.loss_mask_T[k:] & same
         ahead_T[: t - k] += going_T
-    return ahead_T
+    return torch.from_numpy(ahead_T)
 
 
 def all_anchors(batch: PackedBatch) -> Tensor:
-    """Flat positions [R] of every anchor, ascending."""
-    return tokens_ahead(batch, 1).nonzero()[:, 0]
+    """Flat positions [R] of every anchor, ascending; on the host."""
+    return torch.from_numpy(tokens_ahead(batch, 1).numpy().nonzero()[0])
 
 
 def draw_anchors(batch: PackedBatch, per_row: int) -> Tensor:
-    """Flat positions [R] of the anchors that this step trains, ascending: ``per_row`` are the anchors of a whole packed
-    sequence, of which each document has a share by its length (one at least, and no more than it has). A batch without
-    a draw (see ``PackedBatch``) trains all."""
+    """Flat positions [R] of the anchors that this step trains, ascending; on the host. ``per_row`` are the
+    anchors of a whole packed sequence, of which each document has a share by its length (one at least, and no more than
+    it has). A batch without a draw (see ``PackedBatch``) trains all.
+    """
     draw = batch.draw
     if draw is None:
         return all_anchors(batch)
-    positions_R = all_anchors(batch).cpu()
-    owners_R = batch.document_ids_T.cpu()[positions_R].numpy()
+    positions_R = all_anchors(batch).numpy()
+    owners_R = batch.host.document_ids_T[positions_R]
     lengths = batch.lengths()
     bounds = np.searchsorted(owners_R, np.arange(len(lengths) + 1))
     chosen = []
@@ -90,7 +92,7 @@ def draw_anchors(batch: PackedBatch, per_row: int) -> Tensor:
         else:
             rng = np.random.default_rng((draw.seed, draw.step, number))
             chosen.append(np.sort(rng.choice(there, share, replace=False)) + bounds[index])
-    return positions_R[torch.from_numpy(np.concatenate(chosen))].to(batch.loss_mask_T.device)
+    return torch.from_numpy(positions_R[np.concatenate(chosen)])
 
 
 _CANDIDATE_BYTES = 64 << 20  # of the candidates' head rows, gathered at a time
@@ -98,11 +100,12 @@ _CANDIDATE_BYTES = 64 << 20  # of the candidates' head rows, gathered at a time
 
 def run_blocks(drafter: BlockDrafter, batch: PackedBatch, anchor_R: Tensor, num_drafts: int) -> Tensor:
     """Normed hidden states [R, J, H] of the slots that draft, in blocks of ``num_drafts`` drafts at the flat positions
-    ``anchor_R``.
+    ``anchor_R``, which are on the host.
     """
-    body, shape = drafter.body, drafter.shape
+    body, shape, device = drafter.body, drafter.shape, batch.input_ids_T.device
     slots = shape.slots(num_drafts)
-    layout = BlockLayout.build(anchor_R, batch.document_ids_T, slots, shape.sliding_window, shape.causal)
+    layout = BlockLayout.build(anchor_R, batch.host.document_ids_T, slots, shape.sliding_window, shape.causal, device)
+    anchor_R = layout.anchor_R
     backend = drafter.attention_backend(batch)
     context_TH = body.fuse(batch.taps_TAH)
     cos_sin_T = drafter.rotary.cos_sin(batch.position_ids_T)
@@ -119,9 +122,10 @@ def run_blocks(drafter: BlockDrafter, batch: PackedBatch, anchor_R: Tensor, num_
 
 
 def previous_tokens(batch: PackedBatch, anchor_R: Tensor, num_drafts: int) -> Tensor:
-    """[R, J]: the document's token before each predicted one. Positions behind the batch's end repeat its last token:
-    they never count.
+    """[R, J]: the document's token before each predicted one, on the batch's device. Positions behind the batch's end
+    repeat its last token: they never count.
     """
+    anchor_R = on_device(anchor_R, batch.input_ids_T.device)
     draft_J = torch.arange(num_drafts, device=anchor_R.device)
     return batch.input_ids_T[(anchor_R[:, None] + draft_J).clamp(max=batch.num_tokens - 1)]
 
@@ -137,10 +141,17 @@ class Counted:
 
     @classmethod
     def build(cls, batch: PackedBatch, anchor_R: Tensor, num_drafts: int) -> Counted:
-        draft_J = torch.arange(num_drafts, device=anchor_R.device)
-        block_S, draft_S = (tokens_ahead(batch, num_drafts)[anchor_R][:, None] > draft_J).nonzero(as_tuple=True)
-        order_S, teacher_U, counts = by_teacher(anchor_R[block_S] + draft_S)
-        return cls(block_S[order_S], draft_S[order_S], teacher_U, counts)
+        anchors, ahead_R = anchor_R.numpy(), tokens_ahead(batch, num_drafts).numpy()[anchor_R.numpy()]
+        block_S, draft_S = (ahead_R[:, None] > np.arange(num_drafts)).nonzero()
+        order_S, teacher_U, counts = by_teacher(anchors[block_S] + draft_S)
+        device = batch.input_ids_T.device
+        on_block_S, on_draft_S = (on_device(part[order_S], device) for part in (block_S, draft_S))
+        return cls(on_block_S, on_draft_S, on_device(teacher_U, device), counts)
+
+    def of_teachers(self, values_U: Tensor) -> Tensor:
+        """[U, ...] -> [S, ...]."""
+        teacher_S = np.repeat(np.arange(len(self.counts_U)), self.counts_U)
+        return values_U[on_device(teacher_S, values_U.device)]
 
     def rows(self, values_RJ: Tensor) -> Tensor:
         """[R, J, ...] -> [S, ...]."""
@@ -177,7 +188,7 @@ def _nothing(drafter: BlockDrafter) -> LossSums:
     """No block in this batch. Every parameter must still have a gradient, or data-parallel ranks with text would wait
     for ever.
     """
-    loss = sum((p.sum() for p in drafter.parameters()), torch.zeros(())) * 0.0
+    loss = torch.stack([p.sum() for p in drafter.parameters()]).sum() * 0.0
     zeros_K = torch.zeros(drafter.shape.num_drafts, device=loss.device)
     terms = {name: zeros_K.clone() for name in drafter.loss_terms}
     return LossSums(loss, loss.detach().clone(), terms, zeros_K.clone(), zeros_K.long())
@@ -212,7 +223,7 @@ def _distribution_losses(
     )
     if not students.candidates:
         return base.sums, base.overlap_S
-    token_S = target_U.repeat_interleave(torch.tensor(counted.counts_U, device=target_U.device))
+    token_S = counted.of_teachers(target_U)
     chosen = base.candidates_SN == token_S[:, None]
     target_S = torch.where(chosen.any(-1), chosen.long().argmax(-1), -1)
     scores_SN = _candidate_scores(drafter, students, base, prev_S)

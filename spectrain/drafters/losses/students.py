@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
+import numpy as np
 from torch import Tensor
 
-from spectrain.target.cpu_kernels import linear
 from spectrain.target.head import TargetHead
 
 CHUNK_BYTES = 48 << 20  # of student logits on a CPU; the teacher's are at most as many again
@@ -34,7 +33,7 @@ class Teacher:
         """
         hidden_CH = self.last_hidden_UH[part]
         rows_DH = self.head.lm_head_weight if self.rows_DH is None else self.rows_DH
-        logits_CD = self.head.transform_logits(linear(self.head.post_norm(hidden_CH), rows_DH))
+        logits_CD = self.head.transform_logits(self.head.product(self.head.post_norm(hidden_CH), rows_DH))
         if self.log_normalizer_U is not None:
             log_normalizer_C = self.log_normalizer_U[part]
         else:
@@ -98,18 +97,18 @@ class StudentLoss:
     candidate_q_SN: Tensor  # the target's probabilities of them
 
 
-def by_teacher(teacher_S: Tensor) -> tuple[Tensor, Tensor, list[int]]:
+def by_teacher(teacher_S: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[int]]:
     """Order in which students (given by their teachers' positions) become ``Students``: (order [S], teacher positions
-    [U], counts).
+    [U], counts). On the host.
 
     Teachers with equally many students follow one another, those with most last; among those, and among the students of
     one teacher, the order stays.
     """
-    teacher_U, count_U = torch.unique(teacher_S, return_counts=True)
-    rank_U = torch.argsort(count_U, stable=True)
-    place_U = torch.empty_like(rank_U)
-    place_U[rank_U] = torch.arange(len(rank_U), device=rank_U.device)
-    order_S = torch.argsort(place_U[torch.searchsorted(teacher_U, teacher_S)], stable=True)
+    teacher_U, count_U = np.unique(teacher_S, return_counts=True)
+    rank_U = np.argsort(count_U, kind="stable")
+    place_U = np.empty_like(rank_U)
+    place_U[rank_U] = np.arange(len(rank_U))
+    order_S = np.argsort(place_U[np.searchsorted(teacher_U, teacher_S)], kind="stable")
     return order_S, teacher_U[rank_U], count_U[rank_U].tolist()
 
 
