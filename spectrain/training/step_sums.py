@@ -36,6 +36,20 @@ class StepTotals:
         }
 
 
+@dataclass(frozen=True)
+class Step:
+    """One optimiser step that was made."""
+
+    sums: StepTotals
+    gradient_norm: float  # before it was clipped
+    seconds: float
+    data_wait_s: float  # of these seconds, those in which there was no batch yet
+
+    @property
+    def data_wait_share(self) -> float:
+        return self.data_wait_s / self.seconds
+
+
 class StepSums:
     """Sums of this rank, on the device."""
 

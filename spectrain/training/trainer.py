@@ -46,7 +46,7 @@ from spectrain.training.optim import lr_factor, set_learning_rates
 from spectrain.training.sampler import Position, StepSampler
 from spectrain.training.served_drafter import ServedDrafter
 from spectrain.training.simulated_acceptance import SimulatedAcceptance, simulate_heldout
-from spectrain.training.step_sums import StepSums, StepTotals
+from spectrain.training.step_sums import Step, StepSums, StepTotals
 from spectrain.training.strategies import choose_strategy
 from spectrain.training.trackers import Trackers, open_trackers
 
@@ -71,20 +71,6 @@ class FitResult:
     best_acceptance_length: float
     final_loss: float
     seconds: float  # of this process; a resumed run does not count what came before
-
-
-@dataclass(frozen=True)
-class Step:
-    """One optimiser step that was made."""
-
-    sums: StepTotals
-    gradient_norm: float  # before it was clipped
-    seconds: float
-    data_wait_s: float  # of these seconds, those in which there was no batch yet
-
-    @property
-    def data_wait_share(self) -> float:
-        return self.data_wait_s / self.seconds
 
 
 class Trainer:
