@@ -31,7 +31,7 @@ def shipped(*arguments: str) -> Callable[[Path], Work]:
 
 
 def mtp(folder: Path) -> Work:
-    target = MtpTarget("qwen3_next", mtp_target("qwen3_next", folder), torch.float32)
+    target = MtpTarget("mimo", mtp_target("mimo", folder), torch.float32)
     return target.drafter(), pack_batch([target.document("0011111111", 1), target.document("0111111", 2)])
 
 
