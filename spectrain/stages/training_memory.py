@@ -23,6 +23,7 @@ STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
 
 _CHUNK_BYTES = {True: 1 << 29, False: 48 << 20}  # of logits, on an accelerator and on a CPU (losses/students.py)
 _TILE_BYTES = 2 << 20  # of logits on a CPU (losses/fused.py)
+_GROUP_ROWS = 256  # of a group of blocks (block_attention.py)
 _RANGE_BYTES = 4 * 4  # of a query of flex attention: the ends of the keys that it sees
 _TABLE_BYTES = 4 * 4  # of a block of its mask: by queries and by keys, those with a mask and those without
 
@@ -191,11 +192,18 @@ def _key_bytes(layer: LayerShape, work: Pass) -> float:
 
 
 def _score_bytes(size: DrafterSize, work: Pass) -> float:
-    """Of a row's attention: all probabilities where they are made at all, the mask where there is a dense one."""
+    """Of a row's attention: all probabilities where they are made at all, a document's or group's mask for sdpa."""
     rows, b = work.rows, work.number_bytes
     if work.backend == "eager":
         return b * size.layer.num_attention_heads * (work.keys + rows.own_keys)
-    return b * (work.tokens + rows.layer_rows) if work.backend == "sdpa" else 0
+    return b * _sdpa_keys(work) if work.backend == "sdpa" else 0
+
+
+def _sdpa_keys(work: Pass) -> float:
+    """Keys of a row's mask: those of its document, and those of the drafts of its group or document."""
+    rows = work.rows
+    own = work.keys * rows.own_keys / 2 if rows.with_embedding else min(rows.layer_rows, _GROUP_ROWS)
+    return work.keys + own
 
 
 def _attended(layer: LayerShape, work: Pass) -> int:
@@ -208,7 +216,9 @@ def mask_bytes(size: DrafterSize, work: Pass) -> float:
     rows = work.rows.layer_rows
     if work.backend == "flex":
         return _RANGE_BYTES * rows + _TABLE_BYTES * (rows / BLOCK) * ((work.tokens + rows) / BLOCK)
-    return rows * (work.tokens + rows) if work.backend == "sdpa" else 4 * rows * work.keys / max(1, work.rows.own_keys)
+    if work.backend == "sdpa":
+        return min(rows, _GROUP_ROWS) * _sdpa_keys(work)
+    return 4 * rows * work.keys / max(1, work.rows.own_keys)
 
 
 def loss_bytes(size: DrafterSize, work: Pass) -> float:

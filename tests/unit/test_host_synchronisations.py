@@ -56,7 +56,7 @@ KINDS: dict[str, Callable[[Path], Work]] = {
     "d-pace": shipped("drafter=dflash", "drafter.block.d_pace=true", *BLOCK),
     "mtp": mtp,
     "gemma4": gemma4(0),
-    "gemma4 with centroids": gemma4(12),
+    "gemma4 with centroids": gemma4(16),
 }
 
 
