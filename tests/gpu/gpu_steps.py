@@ -88,9 +88,8 @@ def check_synchronisations(device: str) -> Iterator[Row]:
             finally:
                 if device == "cuda":
                     torch.cuda.set_sync_debug_mode("default")
-        yield judged(
-            f"synchronisations of {kind}", not counted.found, f"{len(counted.found)} between forward and backward"
-        )
+        waits = len(counted.found)
+        yield judged(f"synchronisations of {kind}", not waits, f"{waits} in forward and backward")
 
 
 def check_speed(device: str) -> Iterator[Row]:
