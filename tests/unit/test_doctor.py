@@ -14,7 +14,6 @@ from local_hub import local_hub
 from spectrain import cli
 from spectrain.config.schema import LoggerConfig, RunConfig, SpectrainConfig
 from spectrain.config.target_schema import TargetConfig
-from spectrain.drafters.autoregressive import unroll
 from spectrain.stages import attention_check, machine_checks
 from spectrain.stages.attention_check import check_attention_kernels
 from spectrain.stages.findings import Finding, found_by, within
@@ -80,7 +79,7 @@ def test_right_kernels_pass_and_a_wrong_one_is_found(monkeypatch: pytest.MonkeyP
         out = right(*inputs, **how)
         return out.detach() + 0.9 * (out - out.detach())
 
-    monkeypatch.setattr(unroll.F, "scaled_dot_product_attention", wrong)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", wrong)
     found = levels(check_attention_kernels(("sdpa",)))
     assert found["attention unrolled sdpa on cpu"] == found["attention block sdpa on cpu"] == "failure"
 

@@ -89,7 +89,7 @@ def test_quickstarts_plan_from_the_installed_package(
     out = dry_run(capsys, f"recipe={recipe}")
     method = recipe.split("_")[0].replace("quickstart", "eagle3")
     assert f"drafter {method}, taps [2, " in out and "30 layers, hidden size 576, 49,152 tokens" in out
-    assert "400 training, 48 held out" in out
+    assert "352 training, 48 held out" in out
     for text in ("B of hidden states", "memory target", "M trained parameters", "in all"):
         assert text in out
     fewer = dry_run(capsys, f"recipe={recipe}", "decoding.num_speculative_tokens=2")
