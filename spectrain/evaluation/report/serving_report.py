@@ -13,8 +13,8 @@ from spectrain.evaluation.report.sweep_plots import Drawing, Line, lines
 from spectrain.evaluation.report.tables import MISSING, interval_text, measured_label, number
 from spectrain.evaluation.serving_figures import ServingFigures, Spread
 
-# Heading -> what a row shows under it.
-_COLUMNS = ("load", "method", "tokens/s", "speed-up", "TTFT ms", "TPOT ms", "ITL ms", "good answers/s")
+# Of the terminal, which is narrow: the page has ITL, too.
+_COLUMNS = ("load", "method", "tokens/s", "speed-up", "TTFT ms", "TPOT ms", "good/s")
 
 
 def serving_rows(records: Sequence[EvaluationRecord]) -> Iterator[dict[str, Any]]:
@@ -70,11 +70,10 @@ def serving_table(records: Sequence[EvaluationRecord]) -> Table:
         caption_justify="left",
     )
     for name in shown:
-        words = name in ("load", "method")
-        table.add_column(name, justify="left" if words else "right", overflow="fold", no_wrap=not words)
+        table.add_column(name, justify="left" if name in ("load", "method") else "right", overflow="fold")
     for row in serving_rows(records):
-        speed = f"{row['speedup']} {row['speedup_interval'] and '(' + row['speedup_interval'] + ')'}".strip()
-        cells = (row["load"], row["method"], row["tokens_per_s"], speed, row["ttft"], row["tpot"], row["itl"])
+        interval = f"\n({row['speedup_interval']})" if row["speedup_interval"] else ""
+        cells = (row["load"], row["method"], row["tokens_per_s"], row["speedup"] + interval, row["ttft"], row["tpot"])
         table.add_row(*cells, *([row["goodput"]] if limits else []), style="bold" if row["main"] else "")
     return table
 
