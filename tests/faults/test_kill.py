@@ -110,7 +110,7 @@ def test_fit_ends_with_the_same_drafter_bit_for_bit(arguments, undisturbed, tmp_
     assert leftovers(path) == []
 
 
-@pytest.mark.parametrize("kill_at", [12, 24])
+@pytest.mark.parametrize("kill_at", [18, 28])
 def test_a_kill_while_other_taps_replace_the_states_leaves_what_every_setting_goes_on_from(
     arguments, undisturbed, tmp_path, kill_at
 ):
