@@ -87,8 +87,10 @@ def _to_capture(context: Context) -> tuple[list[Conversation], int]:
         return [], 0
     if decision.skip:
         return [], 0
-    asked = [*prompts.train, *prompts.heldout]
     if decision.action == "restart":
-        return asked, sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        return [*prompts.train, *prompts.heldout], sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     stored = stored_keys(folder)
+    if stored.issuperset(context.splits):
+        return [], 0  # without reading a prompt
+    asked = [*prompts.train, *prompts.heldout]
     return [conversation for conversation, key in zip(asked, context.splits, strict=True) if key not in stored], 0
