@@ -63,9 +63,7 @@ class ServingConfig(Section, name="serving"):
     )
 
     def _check(self) -> None:
-        for name in ("methods", "concurrency", "request_rates"):
-            values = getattr(self, name)
-            require(len(set(values)) == len(values), f"serving.{name}={list(values)} names one of them twice")
+        self._require_distinct("methods", "concurrency", "request_rates")
         require(
             self.concurrency or self.request_rates,
             "serving.concurrency and serving.request_rates are empty: name a load",

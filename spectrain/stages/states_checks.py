@@ -52,10 +52,12 @@ def check_disk(context: Context) -> None:
     from spectrain.stages.plan import states_bytes
 
     states, folder = context.config.states, context.data_dir.path
-    if context.config.states_computed:
+    if states.source in ("online", "inprocess"):
+        return
+    if states.source == "cached":
         needed, free = states.cache_bytes, free_bytes(context.run_dir.path)
         asked = [*context.prompts.train, *context.prompts.heldout]
-        if states.source == "cached" and min(needed, states_bytes(context, asked)) > 2 * free:
+        if min(needed, states_bytes(context, asked)) > 2 * free:
             raise ConfigError(
                 f"states.cache_bytes={needed}: the disk mounted on {mount_point(context.run_dir.path)} has "
                 f"{bytes_text(free)} free for run.dir={context.run_dir.path}: lower it, or use another run.dir"

@@ -69,17 +69,16 @@ class HybridCache(SlotCache):
         order = sorted(range(len(rows)), key=rows.__getitem__)
         joined.select(order)
         self._take_layers(joined)
-        taps_BTAH = [output.taps_BSAH for output in outputs if output.taps_BSAH is not None]
+        found = _stacked(outputs, self)
         return TargetOutput(
-            torch.cat([output.last_hidden_BSH for output in outputs])[order],
-            torch.cat(taps_BTAH)[order] if taps_BTAH else None,
-            self,
+            found.last_hidden_BSH[order], None if found.taps_BSAH is None else found.taps_BSAH[order], self
         )
 
     def keep(self, counts_B: Sequence[int]) -> None:
-        short = {row: count for row, count in enumerate(counts_B) if count < self._entered[row]}
-        for count, picked in _by_value(list(short.values())).items():
-            rows = [list(short)[index] for index in picked]
+        for count, found in _by_value(counts_B).items():
+            rows = [row for row in found if count < self._entered[row]]
+            if not rows:
+                continue
             # Keys and values of what is kept are right already: they hang on nothing that comes after them.
             part = self._part(rows, states=self._before)
             part._pass(self._ids_BT[rows, :count], ())
@@ -166,6 +165,14 @@ def _widened(output: TargetOutput, width: int, cache: Any) -> TargetOutput:
     return TargetOutput(_padded(output.last_hidden_BSH, width), taps_BTAH, cache)
 
 
+def _stacked(outputs: Sequence[TargetOutput], cache: Any) -> TargetOutput:
+    """Outputs of one width, one below the other."""
+    taps_BTAH = [output.taps_BSAH for output in outputs if output.taps_BSAH is not None]
+    return TargetOutput(
+        torch.cat([output.last_hidden_BSH for output in outputs]), torch.cat(taps_BTAH) if taps_BTAH else None, cache
+    )
+
+
 class SnapshotCache:
     """One transformers cache per row, put back as it was and run again where drafts failed."""
 
@@ -178,18 +185,11 @@ class SnapshotCache:
     ) -> TargetOutput:
         if kv_layers:
             raise ConfigError("the drafter reads keys and values of the target, whose recurrent layers have none")
-        width = ids_BT.shape[1]
         outputs = [
-            row.forward(ids_BT[b : b + 1, :length], taps)
+            _widened(row.forward(ids_BT[b : b + 1, :length], taps), ids_BT.shape[1], self)
             for b, (row, length) in enumerate(zip(self._rows, lengths_B, strict=True))
         ]
-        hidden_BTH = torch.cat([_padded(output.last_hidden_BSH, width) for output in outputs])
-        taps_BTAH = (
-            torch.cat([_padded(output.taps_BSAH, width) for output in outputs if output.taps_BSAH is not None])
-            if taps
-            else None
-        )
-        return TargetOutput(hidden_BTH, taps_BTAH, self)
+        return _stacked(outputs, self)
 
     def keep(self, counts_B: Sequence[int]) -> None:
         for row, count in zip(self._rows, counts_B, strict=True):
