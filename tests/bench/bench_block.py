@@ -1,7 +1,7 @@
 """Training of block drafters: tokens per second and peak memory against the plain reference, side by side in one run.
 
-    OMP_WAIT_POLICY=PASSIVE python tests/bench/bench_block.py [--method dflash dspark] [--anchors 128 256] [--steps 5]
-    [--rounds 3]
+    OMP_WAIT_POLICY=PASSIVE python tests/bench/bench_block.py [--method dflash dspark] [--anchors 128 256] [--steps 3]
+    [--rounds 1]
 
 Both sides train two layers with blocks of 8 slots on the same row of 1024 tokens with the dimensions of SmolLM2-135M (H
 576, full vocabulary of 49152), float32, AdamW, two threads; states are random, which costs what real ones cost.
@@ -240,8 +240,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--method", nargs="+", choices=("dflash", "dspark"), default=["dflash", "dspark"])
     parser.add_argument("--anchors", nargs="+", type=int, default=[128, 256])
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--side", choices=("spectrain", "reference"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:

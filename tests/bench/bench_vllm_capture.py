@@ -1,9 +1,9 @@
 """What capture with vLLM costs over a plain prefill of the same documents, side by side.
 
-    python tests/bench/bench_vllm_capture.py --target FOLDER [--documents 64] [--tokens 256] [--taps 2,15,27]
+    python tests/bench/bench_vllm_capture.py [--target FOLDER] [--documents 64] [--tokens 256] [--taps 2,15,27]
 
-Both send the same random documents to a vLLM of the same settings (float32, no prefix cache) and ask for one token of
-each; the capturing one writes their states into shards. Times are from the first request to the last answer, and for
+Both send the same random documents to a vLLM of the same settings (float32, no prefix cache; without --target, with a
+random target of SmolLM2-135M's shape) and ask for one token of each; the capturing one writes their states into shards. Times are from the first request to the last answer, and for
 capture also until all shards are on disk; loading and four documents of warm-up are left out. The log-normalizer, which
 is filled in when shards are adopted, is timed apart.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -19,6 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tiny import smollm2_sized
 
 from spectrain.config.schema import EngineConfig
 from spectrain.config.target_schema import TargetConfig
@@ -57,20 +62,21 @@ def make_responses(count: int, tokens: int, vocab_size: int) -> list[Response]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", required=True)
+    parser.add_argument("--target")
     parser.add_argument("--documents", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--taps", default="2,15,27")
     options = parser.parse_args()
     taps = tuple(int(tap) for tap in options.taps.split(","))
-    target = TargetConfig(path=options.target, dtype="float32", max_length=options.tokens + 1)
     engine = EngineConfig(name="vllm", self_check="off", args={"enable_prefix_caching": False})
-    resolved = resolve_target(target)
-    spec = TargetSpec.from_folder(resolved.folder, False)
-    responses = make_responses(options.documents + WARM_UP, options.tokens, spec.vocab_size)
     tokens = options.documents * options.tokens
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        path = options.target or str(smollm2_sized(folder / "target"))
+        target = TargetConfig(path=path, dtype="float32", max_length=options.tokens + 1)
+        resolved = resolve_target(target)
+        spec = TargetSpec.from_folder(resolved.folder, False)
+        responses = make_responses(options.documents + WARM_UP, options.tokens, spec.vocab_size)
 
         def opened(purpose: str, extra: Mapping[str, Any]) -> VLLMClient:
             return open_vllm(engine, target, resolved.folder, folder / "logs", purpose, extra)

@@ -1,6 +1,6 @@
 """Throughput of generation through our engine against vLLM's own offline interface (``LLM.generate``), side by side.
 
-    python tests/bench/bench_vllm_generate.py [--target FOLDER] [--prompts 64] [--new-tokens 64] [--rounds 3]
+    python tests/bench/bench_vllm_generate.py [--target FOLDER] [--prompts 64] [--new-tokens 64] [--rounds 2]
 
 Both answer the same conversations (one turn of a few words; without --target, by a random target of SmolLM2-135M's
 shape) greedily, every answer as long as the limit allows, under the same settings: max_num_seqs, float32, eager, no
@@ -19,9 +19,10 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tiny import smollm2_sized
 
 from spectrain.config.schema import EngineConfig
 from spectrain.config.target_schema import TargetConfig
@@ -35,16 +36,6 @@ from spectrain.engines.vllm.process import VLLMProcess
 from spectrain.target.resolve import resolve_target
 
 MAX_LENGTH, SEQUENCES = 1024, 16
-SHAPE: dict[str, Any] = {
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "head_dim": 64,
-    "vocab_size": 49152,
-    "max_position_embeddings": 2048,
-}
 WORDS = ("river", "stone", "seven", "letters", "because", "morning", "quickly", "number")
 
 
@@ -103,18 +94,14 @@ def main() -> None:
     parser.add_argument("--target")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--side", choices=("spectrain", "vllm"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
         print(json.dumps(worker(options.side, options.target, options.prompts, options.new_tokens)))
         return
     with tempfile.TemporaryDirectory() as scratch:
-        folder = options.target
-        if folder is None:
-            from tiny import tiny_target
-
-            folder = str(tiny_target("llama", Path(scratch) / "target", **SHAPE))
+        folder = options.target or str(smollm2_sized(Path(scratch) / "target"))
         variables = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", **environment(settings(folder)[0])}
         best: dict[str, dict[str, float]] = {"vllm": {}, "spectrain": {}}
         for _ in range(options.rounds):
