@@ -3,9 +3,9 @@
     python tests/bench/bench_vllm_capture.py [--target FOLDER] [--documents 64] [--tokens 256] [--taps 2,15,27]
 
 Both send the same random documents to a vLLM of the same settings (float32, no prefix cache; without --target, with a
-random target of SmolLM2-135M's shape) and ask for one token of each; the capturing one writes their states into shards. Times are from the first request to the last answer, and for
-capture also until all shards are on disk; loading and four documents of warm-up are left out. The log-normalizer, which
-is filled in when shards are adopted, is timed apart.
+random target of SmolLM2-135M's shape) and ask for one token of each; the capturing one writes their states into shards.
+Times are from the first request to the last answer, and for capture also until all shards are on disk; loading and four
+documents of warm-up are left out. The log-normalizer, which is filled in when shards are adopted, is timed apart.
 """
 
 from __future__ import annotations
