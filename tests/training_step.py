@@ -18,7 +18,8 @@ from spectrain.data.packing import Draw, PackedBatch
 from spectrain.data.vocab import full_vocab
 from spectrain.drafters.drafter import Drafter
 from spectrain.drafters.losses import LossSums
-from spectrain.drafters.registry import BatchSize, find_method
+from spectrain.drafters.registry import find_method
+from spectrain.drafters.training_cost import BatchSize
 from spectrain.stages.training_memory import DrafterSize, Pass, RankMemory, rank_memory
 from spectrain.target.families import FAMILIES, HeadMath
 from spectrain.target.head import TargetHead

@@ -74,21 +74,6 @@ def convert_drafter(
     return Converted(method.name, _write(config, tensors, out, max_shard_bytes), _EMBEDDING in tensors)
 
 
-def served_by_sglang(fields: Mapping[str, Any]) -> bool:
-    """Whether SGLang computes what the drafter of a config.json in our layout does: EAGLE-3 with one of Llama's layers,
-    none of the switches, and the taps 2, N//2 and N - 3 of a target of N layers.
-
-    Ids that a folder names under ``eagle_config`` SGLang reads one layer deeper than vLLM reads its own field, so no
-    folder can name others for both.
-    """
-    layer = fields.get("transformer_layer_config") or {}
-    switches = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-    plain = layer.get("model_type") == "llama" and layer.get("num_hidden_layers") == 1
-    taps = fields.get("eagle_aux_hidden_state_layer_ids") or []
-    usual = len(taps) == 3 and taps == [2, (taps[2] + 3) // 2, taps[2]]
-    return fields.get("speculators_model_type") == "eagle3" and plain and usual and not any(map(fields.get, switches))
-
-
 # --- configurations ------------------------------------------------------------------------------------------------
 
 

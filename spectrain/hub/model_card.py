@@ -18,8 +18,6 @@ from spectrain.evaluation.records import EvaluationRecord
 from spectrain.evaluation.report.tables import compare_with_simulation, interval_text, number, share_text
 
 MISSING = "not measured"
-# Kinds whose folder is in another layout than that of speculators' library.
-_LIBRARIES = {"mtp": "vllm", "gemma4_mtp": "transformers"}
 
 
 @dataclass(frozen=True)
@@ -37,8 +35,9 @@ class CardFacts:
     base_model: Hub id of the target, None where it has none. trained_for: the weights it was trained for, as recorded.
     records: of this drafter. hardware: of each record, by its file name. parity: what the gate found (manifest), None
     where it was not run; verified: whether it has passed for exactly these weights. speculation: vLLM's
-    ``speculative_config``. replaces_target: it is a tuned head, which is served in the target's place. sglang: whether
-    SGLang serves such a drafter, as ``spectrain convert`` writes it.
+    ``speculative_config``. library: whose layout the folder has. replaces_target: it is a tuned head, which is served
+    in the target's place. sglang_algorithm: what SGLang calls such a drafter, as ``spectrain convert`` writes it;
+    empty: it knows none.
     """
 
     repo: str
@@ -51,7 +50,8 @@ class CardFacts:
     speculation: Mapping[str, Any]
     max_model_len: int | None = None
     replaces_target: bool = False
-    sglang: bool = False
+    library: str = "speculators"
+    sglang_algorithm: str = ""
     license: str | None = None
     languages: Sequence[str] = ()
     datasets: Sequence[str] = ()
@@ -89,7 +89,7 @@ def metadata(facts: CardFacts) -> ModelCardData:
         datasets=list(facts.datasets) or None,
         eval_results=[_result(record) for record in _measured(facts)] or None,
         language=list(facts.languages) or None,
-        library_name=_LIBRARIES.get(facts.method, "speculators"),
+        library_name=facts.library,
         license=facts.license,
         model_name=facts.repo.rpartition("/")[2],
         pipeline_tag="text-generation",
@@ -164,13 +164,13 @@ def _serving(facts: CardFacts) -> str:
         )
     if facts.base_model is None:
         text += "\n\n`TARGET`: the folder of the target's weights, which are not on the Hub under a name that is known."
-    if facts.sglang:
+    if facts.sglang_algorithm:
         steps, folder = int(facts.speculation["num_speculative_tokens"]), "drafter-eagle"
         text += (
             "\n\nWith SGLang, which reads EAGLE's layout (this command was not run for this card):\n\n```bash\n"
             f"spectrain convert drafter.path={facts.repo} convert.to=eagle convert.out={folder}\n"
             f"python -m sglang.launch_server --model-path {facts.base_model or 'TARGET'} "
-            f"--speculative-algorithm EAGLE3 --speculative-draft-model-path {folder} "
+            f"--speculative-algorithm {facts.sglang_algorithm} --speculative-draft-model-path {folder} "
             f"--speculative-num-steps {steps} --speculative-eagle-topk 1 --speculative-num-draft-tokens {steps + 1}\n"
             "```"
         )

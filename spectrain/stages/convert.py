@@ -13,8 +13,8 @@ from spectrain.console import say
 from spectrain.drafters.drafter_digests import CONFIG
 from spectrain.drafters.foreign_checkpoints import standard_config
 from spectrain.drafters.hub_drafters import drafter_path
-from spectrain.drafters.layout_writers import Converted, convert_drafter, served_by_sglang
-from spectrain.drafters.registry import load_module
+from spectrain.drafters.layout_writers import Converted, convert_drafter
+from spectrain.drafters.registry import find_method, load_module
 from spectrain.drafters.serving_config import read_serving_config
 from spectrain.errors import ConfigError, InputError
 from spectrain.reading import read_json
@@ -47,7 +47,7 @@ def convert(config: SpectrainConfig, given: Sequence[str] = (), dry_run: bool = 
     copies = ", with copies of the target's embedding and lm_head" if done.has_copies else ""
     say(f"convert: {out} holds the {done.method} drafter in layout {own.to}{several}{copies}")
     standard = standard_config(read_json(source / CONFIG), str(source / CONFIG))
-    if own.to == "eagle" and not served_by_sglang(standard):
+    if own.to == "eagle" and not find_method(done.method).sglang_algorithm(standard):
         say("note: EAGLE's layout, but vLLM alone computes this drafter: SGLang knows none with its switches or taps")
     return done
 

@@ -21,7 +21,7 @@ from spectrain.stages.plan_states import engine_devices, target_passes
 from spectrain.stages.target_size import active_parameters, target_bytes, target_parameters
 
 if TYPE_CHECKING:
-    from spectrain.drafters.registry import BatchSize, TrainingCost
+    from spectrain.drafters.training_cost import BatchSize, TrainingCost
     from spectrain.stages.training_memory import DrafterSize, Pass, RankMemory
 
 _CHARS_PER_TOKEN = 3.5
@@ -167,7 +167,8 @@ def drafter_size(context: Context) -> DrafterSize:
 
 def training_passes(context: Context) -> tuple[Pass, Pass]:
     """(a training pass over a micro-batch, a pass of the evaluation over documents of one packed sequence)."""
-    from spectrain.drafters.registry import BatchSize, find_method
+    from spectrain.drafters.registry import find_method
+    from spectrain.drafters.training_cost import BatchSize
     from spectrain.stages.training_memory import Pass
 
     config, batch = context.config, _micro_batch(context)
@@ -211,7 +212,7 @@ def _document_tokens(context: Context) -> list[tuple[int, int]]:
 
 def _heldout(context: Context) -> list[BatchSize]:
     """Every document that an evaluation scores."""
-    from spectrain.drafters.registry import BatchSize
+    from spectrain.drafters.training_cost import BatchSize
 
     config, most = context.config, context.config.target.max_length
     scored = _prompts(context).heldout[: config.trainer.eval_documents]
@@ -221,7 +222,7 @@ def _heldout(context: Context) -> list[BatchSize]:
 
 def _micro_batch(context: Context) -> BatchSize:
     """A full one, with the mean share of generated tokens."""
-    from spectrain.drafters.registry import BatchSize
+    from spectrain.drafters.training_cost import BatchSize
 
     trainer, documents = context.config.trainer, _document_tokens(context)
     every, generated = sum(p + a for p, a in documents), sum(a for _, a in documents)
@@ -253,7 +254,8 @@ def host_bytes(context: Context) -> float:
 
 
 def _training_cost(context: Context, matrices: Mapping[str, int], tokens: int, generated_tokens: int) -> TrainingCost:
-    from spectrain.drafters.registry import CorpusSize, find_method
+    from spectrain.drafters.registry import find_method
+    from spectrain.drafters.training_cost import CorpusSize
 
     config, corpus, experts = context.config, CorpusSize(tokens, generated_tokens), context.spec.experts
     if experts is not None:  # of a drafter's, too, a token meets the active ones alone

@@ -15,7 +15,6 @@ from spectrain.config.schema import SpectrainConfig
 from spectrain.drafters.drafter_digests import CONFIG, weight_files
 from spectrain.drafters.foreign_checkpoints import standard_config
 from spectrain.drafters.hub_drafters import is_hub_id
-from spectrain.drafters.layout_writers import served_by_sglang
 from spectrain.drafters.registry import find_method
 from spectrain.drafters.serving_config import ServingConfig, drafter_digest
 from spectrain.evaluation.recommend import recommend
@@ -93,7 +92,8 @@ def card_facts(
         parity=parity,
         speculation=replace(serving, path=own.repo, revision=None).speculative_config(drafts),
         max_model_len=serving.max_model_len,
-        sglang=served_by_sglang(fields),
+        library=method.library,
+        sglang_algorithm=method.sglang_algorithm(fields),
         license=own.license or _license(config, base_model, ask_hub),
         languages=own.languages,
         datasets=own.datasets or _datasets(run_dir),

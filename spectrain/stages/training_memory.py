@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from spectrain.drafters.key_ranges import BLOCK
 from spectrain.drafters.layers import LayerShape
-from spectrain.drafters.registry import TrainingRows
+from spectrain.drafters.training_cost import TrainingRows
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
 

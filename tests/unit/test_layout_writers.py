@@ -19,7 +19,8 @@ from torch import Tensor
 from spectrain import cli
 from spectrain.drafters.drafter import Drafter
 from spectrain.drafters.drafter_folder import load_drafter, save_drafter, weights_digest
-from spectrain.drafters.layout_writers import convert_drafter, served_by_sglang
+from spectrain.drafters.layout_writers import convert_drafter
+from spectrain.drafters.registry import find_method
 from spectrain.errors import ConfigError, InputError
 
 CASES: dict[str, tuple[str, Any]] = {
@@ -204,7 +205,6 @@ def test_which_drafters_sglang_serves(taps: list[int], switch: str | None, fits:
     """Of a target of 32 layers it reads 2, 16 and 29."""
     layer = {"model_type": "llama", "num_hidden_layers": 1}
     fields = {"speculators_model_type": "eagle3", "transformer_layer_config": layer}
-    assert (
-        served_by_sglang({**fields, "eagle_aux_hidden_state_layer_ids": taps, **({switch: True} if switch else {})})
-        is fits
-    )
+    fields |= {"eagle_aux_hidden_state_layer_ids": taps, **({switch: True} if switch else {})}
+    assert find_method("eagle3").sglang_algorithm(fields) == ("EAGLE3" if fits else "")
+    assert find_method("peagle").sglang_algorithm(fields) == find_method("dflash").sglang_algorithm(fields) == ""

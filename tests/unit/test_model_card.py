@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from spectrain.drafters.registry import find_method
 from spectrain.evaluation.records import EvaluationRecord
 from spectrain.hub.model_card import CardFacts, DataSource, render_card
 
@@ -148,8 +149,15 @@ def test_a_check_that_failed_is_said():
     assert "has NOT passed" in card and "7 differ" in card and "**Unverified.**" in card
 
 
+def test_a_folder_of_another_layout_is_found_by_the_library_that_reads_it():
+    """As Gemma-4's assistants are found on the Hub."""
+    assert find_method("gemma4_mtp").library == "transformers"
+    assert metadata(render_card(replace(FACTS, library="transformers")))["library_name"] == "transformers"
+
+
 def test_one_command_serves_it():
-    card = render_card(replace(FACTS, max_model_len=4096, sglang=True))
+    card = render_card(replace(FACTS, max_model_len=4096, sglang_algorithm="EAGLE3"))
     settings = '{"model": "org/mine", "method": "dspark", "num_speculative_tokens": 3}'
     assert f"vllm serve org/target --max-model-len 4096 --speculative-config '{settings}'" in card
+    assert "--speculative-algorithm EAGLE3 " in card
     assert "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4" in card

@@ -7,7 +7,8 @@ from tensor_memory import TensorMemory
 from training_step import TrainingStep
 
 from spectrain.config.loading import compose
-from spectrain.drafters.registry import BatchSize, find_method
+from spectrain.drafters.registry import find_method
+from spectrain.drafters.training_cost import BatchSize
 from spectrain.stages.training_memory import STRATEGIES, DrafterSize, Pass, rank_memory
 from spectrain.target.spec import TargetSpec
 

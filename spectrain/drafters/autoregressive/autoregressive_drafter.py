@@ -40,8 +40,9 @@ from spectrain.drafters.drafter import Drafter, DraftScores, KeyValueCache, draf
 from spectrain.drafters.layers import Rotary
 from spectrain.drafters.losses import LossSums, draft_loss
 from spectrain.drafters.losses.students import Teacher
-from spectrain.drafters.registry import BatchSize, CorpusSize, DrafterMethod, TrainingCost, TrainingRows
+from spectrain.drafters.registry import DrafterMethod
 from spectrain.drafters.teacher_forced import accept_probability
+from spectrain.drafters.training_cost import BatchSize, CorpusSize, TrainingCost, TrainingRows
 from spectrain.target.cpu_kernels import linear
 from spectrain.target.families import at_least_float32
 from spectrain.target.head import TargetHead

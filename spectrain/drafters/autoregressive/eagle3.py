@@ -323,5 +323,17 @@ class Eagle3Method(AutoregressiveMethod):
         """``standard_tensors`` the other way round."""
         return {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in tensors.items()}
 
+    def sglang_algorithm(self, fields: Mapping[str, Any]) -> str:
+        """One of Llama's layers, none of the switches, and the taps 2, N//2 and N - 3 of a target of N layers.
+
+        Ids that a folder names under ``eagle_config`` SGLang reads one layer deeper than vLLM reads its own field, so
+        no folder can name others for both.
+        """
+        layer = fields.get("transformer_layer_config") or {}
+        plain = layer.get("model_type") == "llama" and layer.get("num_hidden_layers") == 1
+        taps = fields.get(self.taps_field) or []
+        usual = len(taps) == 3 and taps == [2, (taps[2] + 3) // 2, taps[2]]
+        return "EAGLE3" if plain and usual and not any(map(fields.get, self.switches)) else ""
+
 
 METHOD = Eagle3Method()

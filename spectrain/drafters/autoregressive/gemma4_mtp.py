@@ -47,7 +47,7 @@ from spectrain.drafters.autoregressive.unroll import ColumnLayout, Columns, Unro
 from spectrain.drafters.drafter import KeyValueCache
 from spectrain.drafters.field_checks import whole
 from spectrain.drafters.losses.students import Teacher, rows_in_chunk
-from spectrain.drafters.registry import BatchSize, CorpusSize, TrainingCost, TrainingRows
+from spectrain.drafters.training_cost import BatchSize, CorpusSize, TrainingCost, TrainingRows
 from spectrain.errors import ConfigError, InputError
 from spectrain.target.head import TargetHead
 from spectrain.target.spec import TargetSpec
@@ -234,6 +234,7 @@ class Gemma4MTPMethod(AutoregressiveMethod):
     """The kind ``gemma4_mtp``."""
 
     name = "gemma4_mtp"
+    library = "transformers"
     label = "Gemma-4 MTP"
     reads_options = False
     reads_target_kv = True

@@ -99,6 +99,7 @@ class MtpMethod(AutoregressiveMethod):
     reads_options = False
     architecture = "NativeMtpHead"
     weights_name = TUNED_HEAD
+    library = "vllm"
     serves_as_target = True
     is_tuned = True
     speculative_config = {"method": "mtp"}

@@ -19,7 +19,7 @@ drafts, H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -205,6 +205,9 @@ class PEagleMethod(Eagle3Method):
 
     def read_shape(self, fields: dict[str, Any]) -> PEagleShape:
         return PEagleShape(**self.read_dimensions(fields), mask_token_id=fields["mask_token_id"])
+
+    def sglang_algorithm(self, fields: Mapping[str, Any]) -> str:
+        return ""
 
     def settings(self, shape: PEagleShape) -> dict[str, object]:
         return {f"peagle.{name}": getattr(shape, name) for name in ("mask_token_id", *self.switches)}

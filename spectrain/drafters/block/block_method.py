@@ -32,7 +32,8 @@ from spectrain.drafters.foreign_checkpoints import (
 from spectrain.drafters.init_from_target import MLP_NORMS, copy_weights, mlp_norm, read_layer
 from spectrain.drafters.layers import from_layer_config, layer_shape, to_layer_config
 from spectrain.drafters.mask_token import mask_token_of, resolve_mask_token
-from spectrain.drafters.registry import BatchSize, Corpus, CorpusSize, DrafterMethod, TrainingCost, TrainingRows
+from spectrain.drafters.registry import Corpus, DrafterMethod
+from spectrain.drafters.training_cost import BatchSize, CorpusSize, TrainingCost, TrainingRows
 from spectrain.errors import ConfigError
 from spectrain.target.head import TargetHead
 from spectrain.target.spec import TargetSpec
