@@ -211,15 +211,11 @@ def capture_states(
     run. So a capture that goes on after an interruption computes every document in the company, and to the bit, that it
     would have had without.
     """
-    checked = False
+    capture = BatchCapture(target, head, tap_ids, kv_layers, states_dtype)
     for batch in capture_batches(target, responses, batch_tokens):
         if all(response.key in stored for response in batch):
             continue
-        states = capture_batch(target, head, batch, tap_ids, kv_layers, states_dtype)
-        if not checked:
-            check_states(target, head, states)
-            checked = True
-        yield from (document for document in states if document.key not in stored)
+        yield from (document for document in capture(batch) if document.key not in stored)
 
 
 def capture_batches(target: TargetModel, responses: Sequence[Response], batch_tokens: int) -> Iterator[list[Response]]:
@@ -237,6 +233,35 @@ def capture_batches(target: TargetModel, responses: Sequence[Response], batch_to
         tokens += len(response.input_ids)
     if batch:
         yield batch
+
+
+class BatchCapture:
+    """The hidden states of batches of documents. Those of the first batch are compared with what the unmodified model
+    computes (``check_states``).
+    """
+
+    def __init__(
+        self,
+        target: TargetModel,
+        head: TargetHead,
+        tap_ids: tuple[int, ...],
+        kv_layers: tuple[int, ...],
+        states_dtype: str,
+    ) -> None:
+        self._target = target
+        self._head = head
+        self._asked = (tap_ids, kv_layers, states_dtype)
+        self._checked = False
+
+    def __call__(self, batch: Sequence[Response]) -> list[TargetStates]:
+        """Of documents that run together, in their order. Raises ``NotFiniteError``, and ``RunError`` where the check
+        fails.
+        """
+        states = capture_batch(self._target, self._head, batch, *self._asked)
+        if not self._checked:
+            check_states(self._target, self._head, states)
+            self._checked = True
+        return states
 
 
 def capture_batch(

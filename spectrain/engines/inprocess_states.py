@@ -5,7 +5,7 @@ The last bits of a hidden state depend on what is computed together. So a docume
 store would have held, bit for bit. What comes along with a document is wasted unless it is kept; with
 ``engine.capture_tokens=1`` each document is a batch by itself, and nothing comes along.
 
-The first batch is checked against the unmodified model, as that of ``capture`` is.
+What captures, and checks its first batch, is what ``capture`` uses, too (``hf.BatchCapture``).
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import torch
 
 from spectrain.data.hidden_states import TargetStates
 from spectrain.data.responses import Response
-from spectrain.engines.check_states import check_states
-from spectrain.engines.hf import capture_batch, capture_batches
+from spectrain.engines.hf import BatchCapture, capture_batches
 from spectrain.target.head import TargetHead
 from spectrain.target.model import TargetModel
 from spectrain.target.resolve import ResolvedTarget
@@ -44,20 +43,15 @@ class InProcessStates:
         self._asked = (tap_ids, kv_layers, states_dtype)
         self._batches = list(capture_batches(target, responses, batch_tokens))
         self._batch_of = {response.key: number for number, batch in enumerate(self._batches) for response in batch}
-        self._checked = False
 
     def expect(self, responses: Sequence[Response]) -> None:
         """Nothing can begin before it is asked for: the device is the trainer's."""
 
     def ask(self, response: Response) -> Iterable[TargetStates]:
-        batch = self._batches[self._batch_of[response.key]]
-        states = capture_batch(self._target, self._head, batch, *self._asked)
-        if not self._checked:
-            check_states(self._target, self._head, states)
-            self._checked = True
-        return states
+        return self._capture(self._batches[self._batch_of[response.key]])
 
     @cached_property
-    def _head(self) -> TargetHead:
+    def _capture(self) -> BatchCapture:
         # As in capture: the log-normalizer must be that of the logits the trainer will compute.
-        return TargetHead.from_checkpoint(self._resolved.folder, dtype=torch.float32, device=self._target.device)
+        head = TargetHead.from_checkpoint(self._resolved.folder, dtype=torch.float32, device=self._target.device)
+        return BatchCapture(self._target, head, *self._asked)

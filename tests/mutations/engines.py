@@ -167,6 +167,13 @@ MUTATIONS = (
         (ADOPT,),
     ),
     Mutation(
+        "the first batch is not checked",
+        ENGINES + "hf.py",
+        "if not self._checked:",
+        "if self._checked:",
+        (CHECK,),
+    ),
+    Mutation(
         "the self-check asks one token late",
         ENGINES + "check_states.py",
         "position = len(document.states.input_ids) - 2",

@@ -7,7 +7,9 @@ CACHE = "spectrain/data/states_cache.py"
 ONLINE = "spectrain/engines/vllm/online_states.py"
 UNIT = "tests/unit/test_computed_states.py"
 ASKED = "tests/unit/test_online_states.py"
-COMPANY = "tests/unit/test_hf_engine.py::test_a_document_that_is_asked_for_brings_the_batch_that_capture_computes_it_in"
+COMPANY = (
+    "tests/unit/test_hf_capture.py::test_a_document_that_is_asked_for_brings_the_batch_that_capture_computes_it_in"
+)
 
 MUTATIONS = (
     Mutation(

@@ -83,7 +83,7 @@ MUTATIONS = (
         "spectrain/target/cpu_kernels.py",
         'model.device.type != "cpu" or chooses_keys:',
         'model.device.type != "cpu":',
-        ("tests/unit/test_hf_engine.py::test_packed_states_are_those_of_each_document_alone",),
+        ("tests/unit/test_hf_capture.py::test_packed_states_are_those_of_each_document_alone",),
     ),
     Mutation(
         "MiniMax-M3's norm gain without its one",

@@ -1,5 +1,5 @@
-"""The self-check of what vLLM captures: passes for the target's own hidden states, names the layer and the position for
-others. (That of the embedded engine: ``test_hf_engine.py``.)
+"""The self-checks of what is captured: they pass for the target's own hidden states, and name layer and position for
+others.
 """
 
 from __future__ import annotations
@@ -8,14 +8,18 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hf_engines import make_engine, make_responses
 from tiny import tiny_target
 
 from spectrain.config.schema import EngineConfig
 from spectrain.config.target_schema import TargetConfig
 from spectrain.data.hidden_states import TargetStates
 from spectrain.data.state_types import as_stored
-from spectrain.engines.check_states import CheckDocument, SelfCheck
+from spectrain.engines.check_states import CheckDocument, SelfCheck, check_states
+from spectrain.engines.hf import HFEngine
+from spectrain.engines.inprocess_states import InProcessStates
 from spectrain.errors import RunError
+from spectrain.target.head import TargetHead
 from spectrain.target.model import TargetModel
 from spectrain.target.resolve import ResolvedTarget, resolve_target
 
@@ -149,3 +153,101 @@ def test_a_target_that_does_not_fit_or_is_quantised_is_checked_by_its_tokens(
     monkeypatch.setattr(TargetModel, "load", lambda *args: pytest.fail("the model was loaded"))
     made.prepare(DOCUMENTS)
     assert made.method == "greedy"
+
+
+# --- engine=hf: the model is beside it -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> HFEngine:
+    return make_engine(tmp_path_factory.mktemp("llama"), "llama")
+
+
+def first_states(engine: HFEngine) -> list[TargetStates]:
+    return list(engine.capture(make_responses([40, 30]), (1,)))
+
+
+def test_the_self_check_passes_for_the_target_itself(llama: HFEngine) -> None:
+    check_states(llama.target, TargetHead.from_checkpoint(llama.resolved.folder), first_states(llama))
+
+
+def test_the_self_check_names_a_head_that_differs(llama: HFEngine) -> None:
+    states, head = first_states(llama), TargetHead.from_checkpoint(llama.resolved.folder)
+    head.norm_weight += 1  # the other gain convention
+    with pytest.raises(RunError, match=r"position 0 of response key0.*next token"):
+        check_states(llama.target, head, states)
+
+
+def test_the_self_check_finds_a_scale_that_leaves_the_argmax_alone(llama: HFEngine) -> None:
+    states, head = first_states(llama), TargetHead.from_checkpoint(llama.resolved.folder)
+    head.math = replace(head.math, logit_scale=1.3)
+    with pytest.raises(RunError, match="log-probability"):
+        check_states(llama.target, head, states)
+
+
+def test_the_self_check_finds_states_that_saw_a_neighbour(llama: HFEngine) -> None:
+    first, second = first_states(llama)
+    output = llama.target.run(torch.cat([second.input_ids, first.input_ids])[None].long(), torch.arange(70)[None])
+    leaked = replace(first, last_hidden=output.last_hidden_BSH[0, 30:])
+    with pytest.raises(RunError, match="key0"):
+        check_states(llama.target, TargetHead.from_checkpoint(llama.resolved.folder), [leaked])
+
+
+def test_the_self_check_tolerates_a_tie(llama: HFEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    states, head = first_states(llama)[:1], TargetHead.from_checkpoint(llama.resolved.folder)
+    model_forward = llama.target.model.forward
+
+    def tied(**inputs: object) -> object:
+        output = model_forward(**inputs)
+        two = output.logits.topk(2, dim=-1)
+        # The second token overtakes the first by less than rounding might.
+        output.logits.scatter_(-1, two.indices[..., 1:], two.values[..., :1] + 1e-4)
+        return output
+
+    own = head.hidden_to_logits(states[0].last_hidden).topk(2, dim=-1)
+    head_logits = head.hidden_to_logits
+    monkeypatch.setattr(llama.target.model, "forward", tied)
+    monkeypatch.setattr(
+        head,
+        "hidden_to_logits",
+        lambda hidden: (raw := head_logits(hidden)).scatter(
+            -1, raw.topk(2).indices[..., 1:], raw.topk(2).values[..., :1] - 1e-4
+        ),
+    )
+    assert bool((own.values[:, 0] > own.values[:, 1]).all())
+    check_states(llama.target, head, states)
+
+
+def test_in_16_bits_the_self_check_allows_for_a_few_tokens_that_went_to_other_experts(
+    llama: HFEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states, head = first_states(llama), TargetHead.from_checkpoint(llama.resolved.folder)
+    checked = torch.linspace(0, 39, 8).long()
+    monkeypatch.setattr(type(llama.target), "dtype", torch.bfloat16)
+    for wrong, passes in ((4, True), (5, False)):  # of 16
+        last_hidden = states[0].last_hidden.clone()
+        last_hidden[checked[:wrong]] *= -1
+        damaged = [replace(states[0], last_hidden=last_hidden), states[1]]
+        if passes:
+            check_states(llama.target, head, damaged)
+        else:
+            with pytest.raises(RunError, match="5 of 16"):
+                check_states(llama.target, head, damaged)
+
+
+@pytest.mark.parametrize("source", ["stored", "inprocess"])
+def test_nothing_is_handed_out_when_the_self_check_fails(
+    llama: HFEngine, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    real = llama.target.run
+    responses = make_responses([20, 20])
+
+    def wrong(*args: object, **kwargs: object) -> object:
+        output = real(*args, **kwargs)
+        return replace(output, last_hidden_BSH=output.last_hidden_BSH.flip(-1))
+
+    monkeypatch.setattr(llama.target, "run", wrong)
+    stored = llama.capture(responses, (1,))
+    asker = InProcessStates(llama.target, llama.resolved, responses, (1,), (), 64, "float32")
+    with pytest.raises(RunError, match="self-check"):
+        next(iter(stored if source == "stored" else asker.ask(responses[0])))

@@ -1,4 +1,4 @@
-"""The embedded engine: its answers are the target's own, its states are those of each document alone."""
+"""The embedded engine: its answers are the target's own. (What it captures: ``test_hf_capture.py``.)"""
 
 from __future__ import annotations
 
@@ -9,59 +9,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny import CONFIGS, tiny_target
+from hf_engines import END_IDS, GREEDY, SAMPLED, make_conversations, make_engine, make_responses
 
 from spectrain.config.schema import EngineConfig
-from spectrain.config.target_schema import TargetConfig
-from spectrain.data.hidden_states import TargetStates
 from spectrain.data.prompts import Conversation
 from spectrain.data.responses import Response, Sampling
-from spectrain.data.state_types import as_stored
 from spectrain.engines import hf
-from spectrain.engines.check_states import check_states
 from spectrain.engines.hf import HFEngine
-from spectrain.engines.inprocess_states import InProcessStates
-from spectrain.errors import InputError, RunError
+from spectrain.errors import InputError
 from spectrain.target import cpu_kernels as cpu_attention_module
 from spectrain.target.cpu_kernels import CPU_SDPA, cpu_attention
-from spectrain.target.head import TargetHead
-from spectrain.target.model import TargetModel
-from spectrain.target.resolve import resolve_target
 
-GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=0, max_new_tokens=14, seed=0)
-SAMPLED = Sampling(temperature=0.8, top_p=0.9, top_k=40, max_new_tokens=14, seed=3)
-# A random target hardly ever ends an answer by its one end token; with these it does so after some ten tokens.
-END_IDS = [2, *range(5, 304, 12)]
 # One family per kind of cache and mask: plain, windows of 8 in turn with soft-cap, keys shared between layers,
 # recurrent.
 FAMILIES = ["llama", "gemma3_text", "gemma4_text", "qwen3_5_text"]
-EAGER = {"gpt_oss", "gemma2"}  # attention sinks and soft-capped scores exist in eager attention only
-
-
-def make_engine(
-    folder: Path, family: str, batch_size: int = 3, capture_tokens: int = 64, max_length: int = 400
-) -> HFEngine:
-    config = TargetConfig(
-        path=str(tiny_target(family, folder)), attn_implementation="eager" if family in EAGER else "sdpa"
-    )
-    resolved = resolve_target(config)
-    target = TargetModel.load(resolved, config)
-    target.generation_config.eos_token_id = END_IDS
-    return HFEngine(target, resolved, EngineConfig(batch_size=batch_size, capture_tokens=capture_tokens), max_length)
-
-
-def make_conversations(count: int, turns: int = 1) -> list[tuple[Conversation, str]]:
-    words = ("sum", "of the capital", "x", "Paris and 42 and more", "say it", "user")
-    conversations = []
-    for number in range(count):
-        texts = tuple(
-            " ".join(words[(number * 5 + turn + k) % 6] for k in range(1 + number % 5)) + f" {number}"
-            for turn in range(turns)
-        )
-        conversations.append(
-            (Conversation(id=f"c{number}", turns=texts, domain="d"), "heldout" if number % 4 == 3 else "train")
-        )
-    return conversations
 
 
 @pytest.fixture(scope="module")
@@ -82,9 +43,6 @@ def by_id(responses: list[Response]) -> dict[str, Response]:
 
 def answer_ids(response: Response) -> list[int]:
     return response.input_ids[response.loss_mask.astype(bool)].tolist()
-
-
-# Generation
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -338,195 +296,6 @@ def test_imported_answers_are_rendered_and_not_generated(llama: HFEngine, monkey
     assert cut.input_ids.tolist() == ids[: first_answer + 1]
     with pytest.raises(InputError, match="prompt i "):
         HFEngine(llama.target, llama.resolved, EngineConfig(), first_answer).generate([(conversation, "train")], GREEDY)
-
-
-# Capture
-
-
-def make_responses(lengths: list[int], seed: int = 0) -> list[Response]:
-    random = np.random.default_rng(seed)
-    responses = []
-    for number, length in enumerate(lengths):
-        mask = (np.arange(length) >= length // 3).astype(np.uint8)
-        mask[length // 2] = 0  # a second user turn of one token
-        ids = random.integers(3, 304, length).astype(np.int32)
-        conversation = Conversation(id=f"r{number}", turns=("x",))
-        responses.append(
-            Response(
-                conversation, ids, mask, "stop", GREEDY, None, "heldout" if number % 2 else "train", f"key{number}"
-            )
-        )
-    return responses
-
-
-def reference_states(
-    engine: HFEngine, response: Response, tap_ids: tuple[int, ...]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Reference implementation: taps [S, A, H], none of them the last layer's, and logits [S, V], by the unmodified
-    model on the document alone.
-    """
-    with torch.no_grad():
-        output = engine.target.model(
-            input_ids=torch.from_numpy(response.input_ids).long()[None], use_cache=False, output_hidden_states=True
-        )
-    return torch.stack([output.hidden_states[tap][0] for tap in tap_ids], dim=1), output.logits[0].double()
-
-
-@pytest.mark.parametrize("family", sorted(CONFIGS))
-def test_packed_states_are_those_of_each_document_alone(family: str, tmp_path: Path) -> None:
-    engine = make_engine(tmp_path, family, capture_tokens=64)
-    responses = make_responses([23, 5, 40, 1, 17, 12, 9, 70])
-    tap_ids = (0, 1, 3)
-    found = {states.key: states for states in engine.capture(responses, tap_ids)}
-    assert len(found) == len(responses)
-    head = TargetHead.from_checkpoint(engine.resolved.folder)
-    for response in responses:
-        states, length = found[response.key], len(response.input_ids)
-        taps_SAH, logits_SV = reference_states(engine, response, tap_ids)
-        assert states.input_ids.numpy().tolist() == response.input_ids.tolist()
-        assert states.loss_mask.numpy().tolist() == response.loss_mask.tolist()
-        assert states.split == response.split
-        torch.testing.assert_close(states.taps, taps_SAH, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(head.hidden_to_logits(states.last_hidden).double(), logits_SV, rtol=1e-4, atol=1e-4)
-        needed = [t + 1 < length and bool(response.loss_mask[t + 1]) for t in range(length)]
-        assert states.log_normalizer.isnan().logical_not().tolist() == needed
-        expected = logits_SV.logsumexp(-1)[torch.tensor(needed)]
-        torch.testing.assert_close(states.log_normalizer[torch.tensor(needed)].double(), expected, rtol=1e-4, atol=1e-4)
-
-
-def test_a_document_does_not_see_its_neighbours(llama: HFEngine) -> None:
-    responses = make_responses([20, 19, 18])
-    changed = [replace(responses[0], input_ids=(responses[0].input_ids + 1) % 300), *responses[1:]]
-    before = {states.key: states for states in llama.capture(responses, (1, 4))}
-    after = {states.key: states for states in llama.capture(changed, (1, 4))}
-    assert not torch.equal(before["key0"].taps, after["key0"].taps)
-    for key in ("key1", "key2"):
-        assert torch.equal(before[key].taps, after[key].taps)
-        assert torch.equal(before[key].last_hidden, after[key].last_hidden)
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-def test_the_log_normalizer_belongs_to_the_states_as_they_will_be_stored(llama: HFEngine, dtype: str) -> None:
-    (states,) = llama.capture(make_responses([30]), (1,), dtype)
-    assert states.last_hidden.dtype == torch.float32  # rounding is the store's business
-    head = TargetHead.from_checkpoint(llama.resolved.folder)
-    needed = states.log_normalizer.isnan().logical_not()
-    stored = head.hidden_to_logits(as_stored(states.last_hidden, dtype).float()).logsumexp(-1)[needed]
-    exact = head.hidden_to_logits(states.last_hidden).logsumexp(-1)[needed]
-    torch.testing.assert_close(states.log_normalizer[needed], stored, rtol=0, atol=1e-5)
-    assert float((exact - stored).abs().max()) > 1e-4  # or this test could not tell them apart
-
-
-def test_no_taps_are_possible(llama: HFEngine) -> None:
-    (states,) = llama.capture(make_responses([8]), ())
-    assert states.taps.shape == (8, 0, 32)
-
-
-def test_batches_hold_whole_documents_within_the_budget_the_longest_first(llama: HFEngine) -> None:
-    responses = make_responses([30, 70, 30, 4, 30, 1, 1])
-    made = hf.capture_batches(llama.target, responses, 64)
-    assert [[len(response.input_ids) for response in batch] for batch in made] == [[70], [30, 30], [30, 4, 1, 1]]
-
-
-def test_a_document_that_is_asked_for_brings_the_batch_that_capture_computes_it_in(llama: HFEngine) -> None:
-    responses = make_responses([30, 70, 30, 4, 30, 1, 1])
-    captured = {states.key: states for states in llama.capture(responses, (1, 3))}
-    asker = InProcessStates(llama.target, llama.resolved, responses, (1, 3), (), 64, "float32")
-    company = {70: [70], 30: [30, 30], 4: [30, 4, 1, 1], 1: [30, 4, 1, 1]}
-    for number in (3, 1, 5, 3):
-        made = asker.ask(responses[number])
-        assert [len(states.input_ids) for states in made] == company[len(responses[number].input_ids)]
-        assert responses[number].key in [states.key for states in made]
-        for states in made:
-            assert states.taps.equal(captured[states.key].taps)
-            assert states.last_hidden.equal(captured[states.key].last_hidden)
-
-
-# The self-check
-
-
-def first_states(engine: HFEngine) -> list[TargetStates]:
-    return list(engine.capture(make_responses([40, 30]), (1,)))
-
-
-def test_the_self_check_passes_for_the_target_itself(llama: HFEngine) -> None:
-    check_states(llama.target, TargetHead.from_checkpoint(llama.resolved.folder), first_states(llama))
-
-
-def test_the_self_check_names_a_head_that_differs(llama: HFEngine) -> None:
-    states, head = first_states(llama), TargetHead.from_checkpoint(llama.resolved.folder)
-    head.norm_weight += 1  # the other gain convention
-    with pytest.raises(RunError, match=r"position 0 of response key0.*next token"):
-        check_states(llama.target, head, states)
-
-
-def test_the_self_check_finds_a_scale_that_leaves_the_argmax_alone(llama: HFEngine) -> None:
-    states, head = first_states(llama), TargetHead.from_checkpoint(llama.resolved.folder)
-    head.math = replace(head.math, logit_scale=1.3)
-    with pytest.raises(RunError, match="log-probability"):
-        check_states(llama.target, head, states)
-
-
-def test_the_self_check_finds_states_that_saw_a_neighbour(llama: HFEngine) -> None:
-    first, second = first_states(llama)
-    output = llama.target.run(torch.cat([second.input_ids, first.input_ids])[None].long(), torch.arange(70)[None])
-    leaked = replace(first, last_hidden=output.last_hidden_BSH[0, 30:])
-    with pytest.raises(RunError, match="key0"):
-        check_states(llama.target, TargetHead.from_checkpoint(llama.resolved.folder), [leaked])
-
-
-def test_the_self_check_tolerates_a_tie(llama: HFEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    states, head = first_states(llama)[:1], TargetHead.from_checkpoint(llama.resolved.folder)
-    model_forward = llama.target.model.forward
-
-    def tied(**inputs: object) -> object:
-        output = model_forward(**inputs)
-        two = output.logits.topk(2, dim=-1)
-        # The second token overtakes the first by less than rounding might.
-        output.logits.scatter_(-1, two.indices[..., 1:], two.values[..., :1] + 1e-4)
-        return output
-
-    own = head.hidden_to_logits(states[0].last_hidden).topk(2, dim=-1)
-    head_logits = head.hidden_to_logits
-    monkeypatch.setattr(llama.target.model, "forward", tied)
-    monkeypatch.setattr(
-        head,
-        "hidden_to_logits",
-        lambda hidden: (raw := head_logits(hidden)).scatter(
-            -1, raw.topk(2).indices[..., 1:], raw.topk(2).values[..., :1] - 1e-4
-        ),
-    )
-    assert bool((own.values[:, 0] > own.values[:, 1]).all())
-    check_states(llama.target, head, states)
-
-
-def test_in_16_bits_the_self_check_allows_for_a_few_tokens_that_went_to_other_experts(
-    llama: HFEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    states, head = first_states(llama), TargetHead.from_checkpoint(llama.resolved.folder)
-    checked = torch.linspace(0, 39, 8).long()
-    monkeypatch.setattr(type(llama.target), "dtype", torch.bfloat16)
-    for wrong, passes in ((4, True), (5, False)):  # of 16
-        last_hidden = states[0].last_hidden.clone()
-        last_hidden[checked[:wrong]] *= -1
-        damaged = [replace(states[0], last_hidden=last_hidden), states[1]]
-        if passes:
-            check_states(llama.target, head, damaged)
-        else:
-            with pytest.raises(RunError, match="5 of 16"):
-                check_states(llama.target, head, damaged)
-
-
-def test_nothing_is_handed_out_when_the_self_check_fails(llama: HFEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = llama.target.run
-
-    def wrong(*args: object, **kwargs: object) -> object:
-        output = real(*args, **kwargs)
-        return replace(output, last_hidden_BSH=output.last_hidden_BSH.flip(-1))
-
-    monkeypatch.setattr(llama.target, "run", wrong)
-    with pytest.raises(RunError, match="self-check"):
-        next(iter(llama.capture(make_responses([20, 20]), (1,))))
 
 
 # Attention on the CPU

@@ -5,14 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
 from spectrain.evaluation.data_matrix import DataMatrix, MatrixCell
-from spectrain.evaluation.report.plots import ACCENT, INK, canvas
-from spectrain.evaluation.report.sweep_plots import Drawing
+from spectrain.evaluation.report.sweep_plots import Drawing, HeatCell, heatmap_figure
 from spectrain.evaluation.report.tables import MISSING, interval_text, number, shared_conditions
 from spectrain.files import write_atomically
 
@@ -70,35 +68,19 @@ def _cell(cell: MatrixCell | None) -> str:
 
 
 def drawing(matrix: DataMatrix, name: str = NAME) -> Drawing:
-    """A heatmap: within a column, the more of the accent colour, the greater; the figure is in the cell."""
+    """A heatmap whose colours compare the cells of a column."""
+
+    def heat(suite: str, cell: MatrixCell | None) -> HeatCell | None:
+        if cell is None:
+            return None
+        taus = [cells[suite].tau for cells in matrix.cells.values() if suite in cells]
+        share = (cell.tau - min(taus)) / (max(taus) - min(taus)) if max(taus) > min(taus) else 1.0
+        text = f"{cell.tau:.2f}{' ≈' if cell.level else ''}"
+        return HeatCell(text, share, interval_text(cell.interval), cell.best)
 
     def draw() -> Figure:
-        figure, axes = canvas(height_in=0.6 + 0.46 * len(matrix.runs))
-        for x, suite in enumerate(matrix.suites):
-            column = {
-                y: cell for y, run in enumerate(matrix.runs) if (cell := matrix.cells[run].get(suite)) is not None
-            }
-            low, high = min(c.tau for c in column.values()), max(c.tau for c in column.values())
-            for y, cell in column.items():
-                share = (cell.tau - low) / (high - low) if high > low else 1.0
-                patch = Rectangle(
-                    (x - 0.48, y - 0.46), 0.96, 0.92, facecolor=ACCENT, alpha=0.06 + 0.5 * share, linewidth=0
-                )
-                axes.add_patch(patch)
-                text = f"{cell.tau:.2f}{' ≈' if cell.level else ''}"
-                weight = "bold" if cell.best else "normal"
-                axes.text(x, y - 0.14 if cell.interval else y, text, ha="center", va="center", fontweight=weight)
-                axes.text(x, y + 0.24, interval_text(cell.interval), ha="center", va="center", fontsize=6.5)
-        axes.set_xlim(-0.6, len(matrix.suites) - 0.4)
-        axes.set_ylim(len(matrix.runs) - 0.4, -0.6)
-        axes.set_xticks(range(len(matrix.suites)), matrix.suites)
-        axes.set_yticks(range(len(matrix.runs)), matrix.runs)
-        for label in (*axes.get_xticklabels(), *axes.get_yticklabels()):
-            label.set_color(INK)
-        axes.set_xlabel("suite")
-        axes.grid(visible=False)
-        axes.spines["bottom"].set_visible(False)
-        return figure
+        rows = [(run, [heat(suite, matrix.cells[run].get(suite)) for suite in matrix.suites]) for run in matrix.runs]
+        return heatmap_figure(matrix.suites, rows, "suite")
 
     words = "; ".join(
         f"{run} " + ", ".join(f"{suite} {cell.tau:.2f}" for suite, cell in matrix.cells[run].items())

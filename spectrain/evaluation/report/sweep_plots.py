@@ -89,31 +89,54 @@ def _recolour(artist: object) -> None:
             put((*mpl.colors.to_rgb(known[found[:3]]), found[3]))
 
 
+@dataclass(frozen=True)
+class HeatCell:
+    """``share``: how much of the accent colour, from 0 to 1. ``below``: a second line, smaller."""
+
+    text: str
+    share: float
+    below: str = ""
+    bold: bool = False
+
+
+def heatmap_figure(
+    columns: Sequence[str], rows: Sequence[tuple[str, Sequence[HeatCell | None]]], x_label: str
+) -> Figure:
+    """Cells by row and column: the more of the accent colour, the greater, and the figure in the cell."""
+    two_lines = any(cell is not None and cell.below for _, cells in rows for cell in cells)
+    figure, axes = canvas(height_in=0.55 + (0.46 if two_lines else 0.32) * len(rows))
+    for y, (_, cells) in enumerate(rows):
+        for x, cell in enumerate(cells):
+            if cell is None:
+                continue
+            alpha = 0.06 + 0.6 * cell.share
+            axes.add_patch(Rectangle((x - 0.46, y - 0.46), 0.92, 0.92, facecolor=ACCENT, alpha=alpha, linewidth=0))
+            weight = "bold" if cell.bold else "normal"
+            axes.text(x, y - 0.14 if cell.below else y, cell.text, ha="center", va="center", fontweight=weight)
+            axes.text(x, y + 0.24, cell.below, ha="center", va="center", fontsize=6.5)
+    axes.set_xlim(-0.6, len(columns) - 0.4)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set_xticks(range(len(columns)), columns)
+    axes.set_yticks(range(len(rows)), [label for label, _ in rows])
+    for label in axes.get_yticklabels():
+        label.set_color(INK)
+    axes.set_xlabel(x_label)
+    axes.grid(visible=False)
+    axes.spines["bottom"].set_visible(False)
+    return figure
+
+
 def heatmap(name: str, title: str, rows: Sequence[tuple[str, Sequence[float | None]]]) -> Drawing:
-    """Shares by row and draft position: the more of the accent colour, the higher, and the figure in the cell."""
-    columns = max(len(values) for _, values in rows)
+    """Shares by row and draft position."""
+    positions = [str(number) for number in range(1, 1 + max(len(values) for _, values in rows))]
+
+    def cell(value: float | None) -> HeatCell | None:
+        return None if value is None or math.isnan(value) else HeatCell(share_label(value), value)
 
     def draw() -> Figure:
-        figure, axes = canvas(height_in=0.55 + 0.32 * len(rows))
-        for y, (_, values) in enumerate(rows):
-            for x, value in enumerate(values):
-                if value is None or math.isnan(value):
-                    continue
-                cell = Rectangle(
-                    (x + 0.54, y - 0.46), 0.92, 0.92, facecolor=ACCENT, alpha=0.06 + 0.6 * value, linewidth=0
-                )
-                axes.add_patch(cell)
-                axes.text(x + 1, y, share_label(value), ha="center", va="center")
-        axes.set_xlim(0.4, columns + 0.6)
-        axes.set_ylim(len(rows) - 0.4, -0.6)
-        axes.set_xticks(range(1, columns + 1))
-        axes.set_yticks(range(len(rows)), [label for label, _ in rows])
-        for label in axes.get_yticklabels():
-            label.set_color(INK)
-        axes.set_xlabel("draft position")
-        axes.grid(visible=False)
-        axes.spines["bottom"].set_visible(False)
-        return figure
+        return heatmap_figure(
+            positions, [(label, [cell(value) for value in values]) for label, values in rows], "draft position"
+        )
 
     words = "; ".join(
         f"{label} " + " ".join("–" if v is None else share_label(v) for v in values) for label, values in rows
