@@ -32,7 +32,7 @@ MUTATIONS = (
         "spectrain/drafters/serving_config.py",
         "            return target.has_revision(self.target_fingerprint)\n",
         "            return True\n",
-        ("tests/unit/test_serve.py::test_whether_a_drafter_was_trained_for_a_target",),
+        ("tests/unit/test_serving_config.py::test_whether_a_drafter_was_trained_for_a_target",),
     ),
     Mutation(
         "rotary frequencies rounded with the weights",

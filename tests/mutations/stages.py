@@ -5,7 +5,7 @@ from mutation import Mutation
 STAGES = "spectrain/stages/"
 RUN_DIR = "tests/unit/test_run_dir.py"
 INPUTS = "tests/unit/test_stage_inputs.py"
-WRONG = "tests/unit/test_wrong_inputs.py::"
+WRONG = "tests/unit/wrong_inputs/test_wrong_"
 REFUSED = "tests/unit/test_checks.py::test_refused_before_work_starts"
 
 MUTATIONS = (
@@ -254,28 +254,28 @@ MUTATIONS = (
         STAGES + "checks.py",
         "    if fetch or context.source.folder is not None:",
         "    if fetch:",
-        (WRONG + "test_a_conversation_that_the_template_rejects",),
+        (WRONG + "settings.py::test_a_conversation_that_the_template_rejects",),
     ),
     Mutation(
         "a sweep looks at its first job alone",
         "spectrain/cli.py",
         "    for config in jobs:\n        prepare(",
         "    for config in jobs[:1]:\n        prepare(",
-        (WRONG + "test_a_sweep_looks_at_all_jobs_before_the_first",),
+        (WRONG + "settings.py::test_a_sweep_looks_at_all_jobs_before_the_first",),
     ),
     Mutation(
         "sizes inside a wrapper's configuration may be anything",
         "spectrain/target/folder_files.py",
         '            _check_sizes(path, value, f"{prefix}{name}."',
         '            _check_sizes(path, {}, f"{prefix}{name}."',
-        (WRONG + "test_a_size_inside_a_wrappers_configuration",),
+        (WRONG + "targets.py::test_a_size_inside_a_wrappers_configuration",),
     ),
     Mutation(
         "a run directory that was replaced is written into",
         "spectrain/files.py",
         "not (folder.exists() and folder.stat().st_ino == inode)",
         "not folder.exists()",
-        (WRONG + "test_a_run_directory_that_goes_away_is_not_made_anew",),
+        (WRONG + "settings.py::test_a_run_directory_that_goes_away_is_not_made_anew",),
     ),
     Mutation(
         "control characters of a table reach the terminal",

@@ -2,168 +2,40 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from drafter_tools import HIDDEN, VOCAB, Options, random_drafter
 from foreign_layouts import eagle3, write
 from safetensors.torch import save_file
+from served_drafters import COMMIT, command, rewrite, speculation, value_of, write_drafter, write_target
 from test_recommend import record
-from tiny import tiny_config, tiny_tokenizer
+from tiny import tiny_config
 
 from spectrain import cli
 from spectrain.config.loading import compose
-from spectrain.drafters import serving_config as served
-from spectrain.drafters.drafter_folder import save_drafter
-from spectrain.drafters.serving_config import drafter_digest, read_serving_config
+from spectrain.drafters.serving_config import drafter_digest
 from spectrain.engines.vllm import args as vllm_options
 from spectrain.errors import ConfigError, InputError, RunError
 from spectrain.stages import serve as stage
-from spectrain.stages.serve import serve_command
-from spectrain.target.identity import TargetIdentity
 from spectrain.target.resolve import weights_fingerprint
 
 pytestmark = pytest.mark.vllm  # what is started, and with which arguments, goes by the vLLM that is installed
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
-
 
 @pytest.fixture
 def target(tmp_path) -> Path:
-    """A target's folder as far as `serve` looks into it; of the weights it samples a fingerprint."""
-    folder = tmp_path / "a target"  # the space has to survive shells
-    tiny_config(
-        "llama", hidden_size=HIDDEN, vocab_size=VOCAB, num_hidden_layers=7, architectures=["LlamaForCausalLM"]
-    ).save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
-    return folder
+    return write_target(tmp_path / "a target")  # the space has to survive shells
 
 
 @pytest.fixture
 def drafter(tmp_path, target) -> Path:
     return write_drafter(tmp_path / "runs" / "mine" / "drafter", str(target))
-
-
-def write_drafter(folder: Path, target: str, **facts: Any) -> Path:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    save_drafter(
-        random_drafter(Options()),
-        folder,
-        target=target,
-        target_architectures=("LlamaForCausalLM",),
-        num_speculative_tokens=4,
-        metadata=facts,
-    )
-    return folder
-
-
-def command(*arguments: str) -> list[str]:
-    parsed = cli.parse(["serve", *arguments])
-    return serve_command(compose(parsed.overrides), parsed.overrides, parsed.flags).arguments
-
-
-def value_of(arguments: list[str], flag: str) -> str:
-    return arguments[arguments.index(flag) + 1]
-
-
-def speculation(arguments: list[str]) -> dict[str, Any]:
-    return json.loads(value_of(arguments, "--speculative-config"))
-
-
-# --- what a drafter says -------------------------------------------------------------------------------------------
-
-
-def test_a_folder_is_read_without_its_weights(drafter, target):
-    (drafter / "model.safetensors").unlink()
-    found = read_serving_config(str(drafter))
-    assert (found.path, found.method, found.target, found.revision) == (str(drafter), "eagle3", str(target), None)
-    assert (found.num_speculative_tokens, found.most_tokens, found.drafts_step_by_step) == (4, None, True)
-    assert (found.vocab_size, found.hidden_size, found.last_tap) == (VOCAB, HIDDEN, 4)
-    assert found.speculative_config() == {"model": str(drafter), "method": "eagle3", "num_speculative_tokens": 4}
-    assert found.speculative_config(2)["num_speculative_tokens"] == 2
-
-
-def rewrite(folder: Path, **changes: Any) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, **changes}))
-
-
-@pytest.mark.parametrize(
-    ("changes", "method", "extra", "most"),
-    [
-        ({"speculators_model_type": "peagle"}, "eagle3", {"parallel_drafting": True}, None),
-        ({"speculators_model_type": "dflash", "block_size": 8, "sample_from_anchor": False}, "dflash", {}, 7),
-        ({"speculators_model_type": "dflash2", "block_size": 8, "sample_from_anchor": False}, "dflash", {}, 7),
-        ({"speculators_model_type": "dspark", "block_size": 7, "sample_from_anchor": True}, "dspark", {}, 7),
-    ],
-)
-def test_methods_go_by_vllms_names(drafter, changes, method, extra, most):
-    rewrite(drafter, **changes)
-    found = read_serving_config(str(drafter))
-    assert found.speculative_config() == {"model": str(drafter), "method": method, "num_speculative_tokens": 4, **extra}
-    assert found.most_tokens == most
-    assert not found.drafts_step_by_step
-
-
-def test_what_is_no_drafter_is_named(tmp_path, drafter):
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(InputError, match=r"empty holds no drafter \(config.json is missing\)"):
-        read_serving_config(str(tmp_path / "empty"))
-    rewrite(drafter, speculators_config=None)
-    with pytest.raises(InputError, match="not in the speculators layout"):
-        read_serving_config(str(drafter))
-    rewrite(drafter, speculators_config={"verifier": {"name_or_path": "x"}})
-    with pytest.raises(InputError, match="field 'proposal_methods' is missing"):
-        read_serving_config(str(drafter))
-    (drafter / "config.json").write_text("{")
-    with pytest.raises(InputError, match="not valid JSON"):
-        read_serving_config(str(drafter))
-    with pytest.raises(InputError, match="no folder, and no name that the Hub could have"):
-        read_serving_config(str(tmp_path / "nothing"))
-
-
-def test_a_drafter_on_the_hub_is_pinned_to_what_was_read(drafter, target, monkeypatch):
-    """Only config.json is fetched; the commit it came from is what the server is told to load."""
-    snapshot = drafter.parent / COMMIT
-    snapshot.mkdir()
-    (snapshot / "config.json").write_bytes((drafter / "config.json").read_bytes())
-    asked = []
-
-    def download(repo, file, **options):
-        asked.append((repo, file))
-        return str(snapshot / file)
-
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
-    found = speculation(command("drafter.path=org/drafter"))
-    assert found == {"model": "org/drafter", "method": "eagle3", "revision": COMMIT, "num_speculative_tokens": 4}
-    assert set(asked) == {("org/drafter", "config.json")}
-
-
-def test_a_hub_that_gives_nothing(monkeypatch):
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    def nowhere(*arguments, **options):
-        raise LocalEntryNotFoundError("not in the cache")
-
-    def unreachable(*arguments, **options):
-        raise OSError("no route\nto host")
-
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", nowhere)
-    monkeypatch.setattr("huggingface_hub.HfApi", lambda: SimpleNamespace(model_info=unreachable))
-    with pytest.raises(
-        InputError,
-        match=r"drafter.path=org/drafter is no folder here, and the Hub gives no config.json .*no route to host",
-    ):
-        served.read_serving_config("org/drafter")
 
 
 # --- the command ---------------------------------------------------------------------------------------------------
@@ -342,36 +214,6 @@ def test_what_was_measured_with_another_target_says_nothing(drafter, target, cap
     assert speculation(command(f"drafter.path={drafter}"))["num_speculative_tokens"] == 4  # the folder's
     said = capsys.readouterr().err
     assert "measured with another target" in said and "1.20x" not in said
-
-
-A, B = "a" * 64, "b" * 64
-
-
-@pytest.mark.parametrize(
-    ("recorded", "revision", "fingerprint", "expected"),
-    [  # what the drafter's folder says: revision, fingerprint, name; then the target that is here
-        ((COMMIT, A, "org/t"), COMMIT, A, True),
-        ((COMMIT, A, "org/t"), A, A, True),  # the same weights, copied from the Hub's folder
-        ((COMMIT, A, "org/t"), B, B, False),
-        ((COMMIT, None, "org/t"), A, A, None),  # a commit and a fingerprint: who knows
-        ((COMMIT, None, "org/t"), 40 * "f", A, False),
-        ((A, None, "/x/t"), A, A, True),
-        ((A, None, "/x/t"), B, B, False),
-        ((COMMIT, A, "org/t"), COMMIT, None, True),  # on the Hub, not here
-        ((COMMIT, A, "org/t"), 40 * "f", None, False),
-        ((None, None, "org/T"), A, A, True),  # by others, who write a name at most
-        ((None, None, "org/other"), A, A, None),
-        ((None, None, None), A, A, True),
-    ],
-)
-def test_whether_a_drafter_was_trained_for_a_target(drafter, recorded, revision, fingerprint, expected):
-    target_revision, target_fingerprint, name = recorded
-    known = {"target_revision": target_revision, "target_fingerprint": target_fingerprint, "target": name}
-    found = dataclasses.replace(read_serving_config(str(drafter)), **known)
-    revisions = frozenset({revision} | ({fingerprint} if fingerprint else set()))
-    here = TargetIdentity("/models/t", "t", revision, revisions, fingerprint and "0123")
-    assert found.belongs_to(here) is expected
-    assert (found.other_target(here) is None) is (expected is True)
 
 
 def test_a_drafter_that_does_not_pay_is_said_to(drafter, capsys):
