@@ -7,7 +7,7 @@
 # make test-fast  what to run while working: the tests of tests/unit and tests/equivalence that need no vLLM and are not
 #              marked as slow, in less than four minutes on two cores. What it leaves out: whole pipelines, kills, vLLM
 # make mutations  whether the tests see bugs: breaks a copy of the package in one place at a time and runs the tests that
-#              should notice (tests/mutations). All of them take about six minutes; see PART and SAMPLE
+#              should notice (tests/mutations); see PART and SAMPLE
 # make recipes  the table of recipes/README.md, anew
 # make reference  docs/reference.md and what docs/commands/ says of each command's keys and options, anew
 # make smoke   every recipe from end to end on a tiny target of its architecture; SAMPLE: only so many

@@ -20,6 +20,7 @@ from spectrain.data.shard_damage import damaged_shards, stored_key_column, take_
 from spectrain.data.stored_responses import StoredResponses
 from spectrain.data.string_column import Strings
 from spectrain.errors import InputError, RunError
+from spectrain.files import bytes_text
 from spectrain.stages import array_tasks
 from spectrain.stages.context import Context
 from spectrain.stages.generate import generate
@@ -90,7 +91,7 @@ def capture(context: Context) -> None:
         }
     say(
         f"capture: hidden states of {outputs['documents']} documents, {outputs['tokens']:,} tokens, "
-        f"{outputs['bytes'] / 1e6:,.0f} MB"
+        f"{bytes_text(outputs['bytes'])}"
     )
 
 

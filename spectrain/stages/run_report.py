@@ -29,7 +29,7 @@ from spectrain.errors import InputError
 from spectrain.evaluation.records import EvaluationRecord, PromptResult, read_records
 from spectrain.evaluation.report.html import ExampleText, Fact, ReportInputs, ServeCommand, write_report
 from spectrain.evaluation.report.next_step import TrainedOn
-from spectrain.files import check_digest, read_json_lines, with_digest, write_atomically
+from spectrain.files import bytes_text, check_digest, read_json_lines, with_digest, write_atomically
 from spectrain.stages.context import Context, config_yaml
 from spectrain.stages.hardware import cpu_name
 from spectrain.stages.run_dir import versions
@@ -151,7 +151,7 @@ def _drafter_facts(context: Context) -> list[Fact]:
         ("draft vocabulary", f"{written.get('draft_vocab_size', 0):,}"),
         (
             "weights",
-            f"{sum(path.stat().st_size for path in weight_files(folder)) / 1e6:,.1f} MB, "
+            f"{bytes_text(sum(path.stat().st_size for path in weight_files(folder)))}, "
             f"sha256 {weights_digest(folder)[:16]}",
         ),
     ]
@@ -193,7 +193,7 @@ def _data_facts(context: Context) -> list[Fact]:
     if source != "stored":
         facts.append(("hidden states", f"computed while training asked for them (states.source={source})"))
     elif "tokens" in captured and "bytes" in captured:
-        facts.append(("hidden states", f"{captured['tokens']:,} tokens, {captured['bytes'] / 1e6:,.0f} MB"))
+        facts.append(("hidden states", f"{captured['tokens']:,} tokens, {bytes_text(captured['bytes'])}"))
     return facts
 
 

@@ -13,7 +13,7 @@ from itertools import chain, compress
 from typing import TYPE_CHECKING
 
 from spectrain.errors import ConfigError, InputError
-from spectrain.files import digest_strings
+from spectrain.files import bytes_text, digest_strings
 
 if TYPE_CHECKING:
     from spectrain.config.commands import Command
@@ -117,7 +117,7 @@ def _check_memory(context: Context) -> None:
     if parameters * _PARAMETER_BYTES > there:
         raise ConfigError(
             f"a drafter of {parameters / 1e6:,.0f} M parameters takes more than "
-            f"{parameters * _PARAMETER_BYTES / 1e9:,.0f} GB to train, there are {there / 1e9:,.0f}: lower "
+            f"{bytes_text(parameters * _PARAMETER_BYTES)} to train, there are {bytes_text(there)}: lower "
             f"drafter.num_layers, drafter.intermediate_size or drafter.draft_vocab_size"
         )
 

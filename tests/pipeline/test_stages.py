@@ -201,7 +201,9 @@ def test_a_sweep_shares_responses_and_states(arguments, tmp_path, capsys):
     jobs = [sweep / f"trainer.learning_rate={rate}" for rate in (0.01, 0.02)]
     assert all((job / "drafter/model.safetensors").is_file() and not (job / "hidden_states").exists() for job in jobs)
     assert (jobs[0] / "drafter/model.safetensors").read_bytes() != (jobs[1] / "drafter/model.safetensors").read_bytes()
-    assert captured.err.count("capture: hidden states of 22 documents") == 1
+    (line,) = [line for line in captured.err.splitlines() if line.startswith("capture: hidden states of 22 documents")]
+    size = sum(path.stat().st_size for path in (sweep / "hidden_states").glob("*.safetensors"))
+    assert line.endswith(f" {size / 1000:,.0f} kB")
     assert captured.err.count("capture: unchanged, skipped") == 2
 
 
