@@ -43,10 +43,10 @@ class PromptScreen:
         same = {self._digest(conversation): conversation for conversation in heldout}
         seen = [conversation for conversation in train if self._digest(conversation) in same]
         if seen and data.heldout:
-            other = same[self._digest(seen[0])]
+            where = same[self._digest(seen[0])].where
             raise ConfigError(
                 f"data.heldout: {len({same[self._digest(c)].where for c in seen})} of its {len(heldout)} prompts are "
-                f"training prompts too after the chat template, the first at {other.where} (as {seen[0].where}): remove "
+                f"training prompts too after the chat template, the first at {where} (as {seen[0].where}): remove "
                 f"them from one side"
             )
         kept = [conversation for conversation in train if self._digest(conversation) not in same]
