@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich import box
 from rich.table import Table
 
-from spectrain.console import say, stdout
+from spectrain.console import duration_text, say, stdout
 from spectrain.files import bytes_text
 from spectrain.stages.context import Context
 from spectrain.stages.plan import (
@@ -150,8 +150,8 @@ def _cost_lines(context: Context, skipped: set[str]) -> list[tuple[str, str]]:
         *_work_lines(context, numbers, every),
         (
             "time",
-            ", ".join(f"{name} {_duration(value)}" for name, value in seconds.items())
-            + f"; about {_duration(sum(seconds.values()))} in all",
+            ", ".join(f"{name} {duration_text(value)}" for name, value in seconds.items())
+            + f"; about {duration_text(sum(seconds.values()))} in all",
         ),
     ]
 
@@ -256,9 +256,3 @@ def _there(context: Context) -> tuple[float, str]:
     if context.config.plan.device == "cpu" or not on_accelerator(context):
         return memory_bytes("cpu") / planned_ranks(context), "its share of this machine's memory"
     return memory_bytes(context.config.target.device), "this machine's device"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:,.0f} s"
-    return f"{seconds / 60:,.0f} min" if seconds < 5400 else f"{seconds / 3600:,.1f} h"
