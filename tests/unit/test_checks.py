@@ -278,6 +278,15 @@ def test_eval_without_a_run_needs_prompts_of_its_own(capsys, workplace, target):
     assert "suite.prompts=heldout needs the run's prompts" in err
 
 
+def test_how_long_answers_are_generated_does_not_concern_eval_where_the_suite_says_it(capsys, workplace, tmp_path):
+    write_drafter(tmp_path / "drafter")
+    short = [*workplace, "drafter.path=drafter", "sampling.max_new_tokens=512", "suite.prompts=heldout.jsonl"]
+    code, _, err = dry_run(capsys, *short, "suite.name=mine", "suite.max_new_tokens=8", command="eval")
+    assert code == 0, err
+    code, _, err = dry_run(capsys, *short, "suite.name=mine", command="eval")
+    assert (code, "sampling.max_new_tokens=512" in err) == (2, True)
+
+
 def test_a_disk_that_is_too_small(workplace, monkeypatch, capsys):
     class Usage:
         free = 10_000
