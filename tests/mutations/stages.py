@@ -217,8 +217,8 @@ MUTATIONS = (
     Mutation(
         "an answer may be as long as its document",
         STAGES + "checks.py",
-        "    if answer >= longest:\n",
-        "    if answer > longest:\n",
+        "    if answer >= longest and ",
+        "    if answer > longest and ",
         (REFUSED,),
     ),
     Mutation(
