@@ -75,6 +75,28 @@ def ct_fp8_block(weight_NK: Tensor) -> Encoded:
     return {"weight": codes, "weight_scale": scale_RC}, values
 
 
+def mxfp8(weight_NK: Tensor) -> Encoded:
+    """As MiniMax stores it; the twin's powers of two are made from the bits of a float32, whose exponent they are."""
+    codes_NK, exponent_NG, values = _mxfp8(weight_NK)
+    return {"weight": codes_NK, "weight_scale_inv": exponent_NG}, values
+
+
+def modelopt_mxfp8(weight_NK: Tensor) -> Encoded:
+    codes_NK, exponent_NG, values = _mxfp8(weight_NK)
+    return {"weight": codes_NK, "weight_scale": exponent_NG}, values
+
+
+def _mxfp8(weight_NK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, a byte for every 32 of a row (fewer at its end), and the values."""
+    n, k = weight_NK.shape
+    largest_NG = torch.stack([part.abs().amax(1) for part in weight_NK.split(32, dim=1)], 1)
+    # The exponent of the largest entry, less that of the largest code (448 = 1.75 · 2⁸).
+    exponent_NG = (torch.frexp(largest_NG)[1] - 1 - 8 + 127).to(torch.uint8)
+    scale_NG = (exponent_NG.to(torch.int32) << 23).view(torch.float32)
+    codes_NK, values = _fp8(weight_NK, scale_NG.repeat_interleave(32, 1)[:, :k])
+    return codes_NK, exponent_NG, values
+
+
 def ct_int8_channel(weight_NK: Tensor) -> Encoded:
     scale_N1 = weight_NK.abs().amax(1, keepdim=True) / 127
     codes = (weight_NK / scale_N1).round().to(torch.int8)
@@ -210,6 +232,16 @@ FORMATS: dict[str, tuple[Callable[[Tensor], Encoded], dict[str, Any]]] = {
             "modules_to_not_convert": ["lm_head"],
         },
     ),
+    "mxfp8": (
+        mxfp8,
+        {
+            "quant_method": "mxfp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [1, 32],
+            "ignored_layers": ["lm_head"],
+        },
+    ),
     "compressed-tensors fp8 channel": (
         ct_fp8_channel,
         _ct("float-quantized", {**_FP8, "strategy": "channel"}, _DYNAMIC),
@@ -251,6 +283,7 @@ FORMATS: dict[str, tuple[Callable[[Tensor], Encoded], dict[str, Any]]] = {
         ),
     ),
     "modelopt": (modelopt_fp8, _MODELOPT),
+    "modelopt mxfp8": (modelopt_mxfp8, {**_MODELOPT, "quant_algo": "MXFP8"}),
     "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True}),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}),
     "bitsandbytes int8": (bnb_int8, {"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False}),
@@ -262,7 +295,7 @@ FORMATS: dict[str, tuple[Callable[[Tensor], Encoded], dict[str, Any]]] = {
 
 
 # What engine=hf computes right.
-READ = [name for name in FORMATS if name.startswith(("fp8", "compressed-tensors")) and "nvfp4" not in name]
+READ = [name for name in FORMATS if name.startswith(("fp8", "mxfp8", "compressed-tensors")) and "nvfp4" not in name]
 
 
 def quantise(name: str, source: Path, folder: Path) -> Path:

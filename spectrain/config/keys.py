@@ -169,8 +169,8 @@ def options(kind: Any) -> tuple[Any, ...]:
 
 
 def is_mapping(kind: Any) -> bool:
-    """Whether a key holds names and values of its own, as ``engine.args`` does."""
-    return typing.get_origin(without_null(kind)[0]) is dict
+    """Whether a key holds names and values of its own, as ``engine.args`` does, or may (``target.device_map``)."""
+    return kind is Any or typing.get_origin(without_null(kind)[0]) is dict
 
 
 def describe(kind: Any) -> str:
@@ -201,6 +201,8 @@ def describe_bounds(bounds: Mapping[str, Any]) -> str:
 
 def check_value(name: str, value: Any, kind: Any, bounds: Mapping[str, Any]) -> None:
     """ConfigError that names the key unless the value is one of its options and within its bounds."""
+    if kind is Any:  # the section knows
+        return
     if is_mapping(kind):
         for word, entry in value.items():
             check_value(f"{name}.{word}", entry, typing.get_args(kind)[1], bounds)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from spectrain.config.keys import FILE_NAME_BYTES, Section, key, refuse_dash, require, split_revision
 
 _DEVICES = re.compile(r"auto|cpu|cuda(:\d+)?")
+_LAYOUTS = ("auto", "balanced", "balanced_low_0", "sequential")  # as accelerate calls them
+_PLACES = re.compile(r"cpu|disk|\d{1,3}|cuda:\d{1,3}")
 # What apply_chat_template is told of the rendering itself.
 _RENDERING = (
     *("messages", "conversation", "tools", "documents", "chat_template", "tokenize", "add_generation_prompt"),
@@ -50,6 +53,13 @@ class TargetConfig(Section, name="target"):
         "cpu, cuda or cuda:N; auto: cuda where there is one (ROCm devices are named cuda too)",
         example="cuda:1",
     )
+    device_map: Any = key(
+        None,
+        "layers of a target that is run here, over several devices: auto, balanced, balanced_low_0 (the first one "
+        "stays free for training), sequential, or a mapping of modules to cuda:N, cpu or disk; null: all on "
+        "target.device, where the drafter lies and hidden states go in any case",
+        example="balanced_low_0",
+    )
     attn_implementation: Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] = key(
         "sdpa", "attention kernel of the target in transformers"
     )
@@ -74,6 +84,7 @@ class TargetConfig(Section, name="target"):
         require(
             _DEVICES.fullmatch(self.device), f"target.device={self.device} is unknown: use auto, cpu, cuda or cuda:0"
         )
+        _check_device_map(self.device_map)
         for name in self.template_kwargs:
             require(
                 name not in _RENDERING,
@@ -81,3 +92,20 @@ class TargetConfig(Section, name="target"):
             )
         for name in ("name", "path", "revision"):
             refuse_dash(f"target.{name}", getattr(self, name))
+
+
+def _check_device_map(value: Any) -> None:
+    if isinstance(value, Mapping):
+        require(value, "target.device_map={} places nothing: leave it out, or name modules and where they lie")
+        for name, place in value.items():
+            require(name, f"target.device_map: the whole target on {place} is target.device={place}")
+            require(
+                not isinstance(place, bool) and _PLACES.fullmatch(str(place)),
+                f"target.device_map: {place} of {name} is no place: use cuda:N, cpu or disk",
+            )
+    elif value is not None:
+        require(
+            isinstance(value, str) and value in _LAYOUTS,
+            f"target.device_map={value} is unknown: use one of null, {', '.join(_LAYOUTS)}, or a mapping of modules to "
+            f"cuda:N, cpu or disk",
+        )

@@ -157,7 +157,13 @@ class Context:
             return self.lender.draft_model
         path = self.config.decoding.draft_model or ""
         config = replace(
-            self.config.target, name="draft_model", path=path, revision=None, bundled_package=None, dimensions={}
+            self.config.target,
+            name="draft_model",
+            path=path,
+            revision=None,
+            bundled_package=None,
+            dimensions={},
+            device_map=None,  # which names modules of the target
         )
         resolved = resolve_target(config)
         if load_tokenizer(resolved.folder, config.trust_remote_code).get_vocab() != self.tokenizer.get_vocab():

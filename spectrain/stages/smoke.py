@@ -33,6 +33,7 @@ _SMALL: dict[str, Any] = {
     "target.dimensions": {},
     "target.dtype": "float32",
     "target.device": "cpu",
+    "target.device_map": None,
     "target.trust_remote_code": False,
     "data.max_train": 12,
     "data.max_heldout": 4,

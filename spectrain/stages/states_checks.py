@@ -28,6 +28,8 @@ def check_source(config: SpectrainConfig, command: Command) -> None:
         raise ConfigError(
             f"states.source={source} asks vLLM, engine=hf starts none: use states.source=inprocess, or engine=vllm"
         )
+    if computed == "inprocess" and config.target.device_map is not None and command.trains:
+        _require_one_rank(config)
     if config.capture.during_generation:
         raise ConfigError(
             f"capture.during_generation=true stores hidden states, states.source={source} reads none: set it to false, "
@@ -42,6 +44,17 @@ def check_source(config: SpectrainConfig, command: Command) -> None:
         raise ConfigError(
             f"engine.urls: servers that run already have vLLM's own connector (docs/vllm.md says how they are started "
             f"for states.source={source}): add engine.connector=stock, or leave engine.urls empty"
+        )
+
+
+def _require_one_rank(config: SpectrainConfig) -> None:
+    """Each rank runs the whole target, and would lay it over the devices of all."""
+    from spectrain.stages.launching import launched
+
+    if config.trainer.devices != "1" or launched() > 1:
+        raise ConfigError(
+            f"target.device_map={config.target.device_map} lays one target over the devices, states.source=inprocess "
+            f"gives every rank its own: use one rank (trainer.devices=1), or states.source=stored"
         )
 
 

@@ -38,7 +38,10 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from spectrain.target.device_map import on_cpu_alone, runs_on
+
 CPU_SDPA = "spectrain_cpu_sdpa"
+_CPU = torch.device("cpu")
 _lengths: ContextVar[tuple[int, ...] | None] = ContextVar("document_lengths", default=None)
 
 
@@ -90,7 +93,7 @@ def cpu_attention(model: Any, document_lengths: Sequence[int] | None = None) -> 
     With ``document_lengths``, every forward pass is over one row in which documents of these lengths follow each other.
     """
     chooses_keys = _chooses_keys(model.config.get_text_config(decoder=True))
-    if model.config._attn_implementation != "sdpa" or model.device.type != "cpu" or chooses_keys:
+    if model.config._attn_implementation != "sdpa" or not on_cpu_alone(model) or chooses_keys:
         yield
         return
     token = _lengths.set(None if document_lengths is None else tuple(document_lengths))
@@ -196,8 +199,10 @@ def speed_up(model: nn.Module) -> None:
     they are.
     """
     for module in model.modules():
-        if type(module) is nn.Linear and module.weight.device.type == "cpu":
+        if type(module) is nn.Linear and runs_on(module, _CPU).type == "cpu":
             module.__class__ = CpuLinear
+            if hasattr(module, "_old_forward"):  # what accelerate's hook calls
+                module._old_forward = CpuLinear.forward.__get__(module)
 
 
 def _available() -> bool:

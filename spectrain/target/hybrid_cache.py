@@ -125,7 +125,8 @@ def _rows_of(layer: LinearAttentionLayer, index: Tensor) -> dict[str, Any]:
     """The attributes of a layer's cache, its states (tensors in dictionaries) those of some rows."""
     return {
         name: {
-            key: entry.index_select(0, index) if isinstance(entry, Tensor) else entry for key, entry in value.items()
+            key: entry.index_select(0, index.to(entry.device)) if isinstance(entry, Tensor) else entry
+            for key, entry in value.items()
         }
         if isinstance(value, dict)
         else value

@@ -27,9 +27,10 @@ from spectrain.console import quiet_transformers
 from spectrain.errors import ConfigError, InputError, NotFiniteError
 from spectrain.target.checkpoint import CheckpointReader, check_experts, check_loading
 from spectrain.target.cpu_kernels import speed_up
+from spectrain.target.device_map import Placement, brought_to, check_devices, check_names, runs_on
 from spectrain.target.families import HeadMath, head_math
 from spectrain.target.folder_files import load_tokenizer
-from spectrain.target.quantization import Quantization, quantization_of, require_readable
+from spectrain.target.quantization import Quantization, quantization_of, require_even_rows, require_readable
 from spectrain.target.resolve import ResolvedTarget
 from spectrain.target.served_rope import settle
 from spectrain.target.spec import TargetSpec, end_token_ids, load_config
@@ -59,7 +60,18 @@ class TargetModel:
     loaded already.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, spec: TargetSpec, math: HeadMath) -> None:
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        spec: TargetSpec,
+        math: HeadMath,
+        placement: Placement | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        """``device``: where everything that goes in and comes out lies; None: where the head does."""
+        self._placement = placement  # holds on to what lies on the disk
+        self._device = device
         self.model = model
         self.tokenizer = tokenizer
         self.spec = spec
@@ -88,16 +100,17 @@ class TargetModel:
         tokenizer = load_tokenizer(resolved.folder, config.trust_remote_code)
         dtype = choose_dtype(config.dtype, device, spec)
         quantization = readable_quantization(hf_config, resolved.folder)
+        placement = Placement.of(config, device)
         with _loading(resolved.folder, config.name):
-            options = {"dtype": dtype, "device_map": {"": device} if device.type != "cpu" else None}
+            options = {"dtype": dtype, **placement.options()}
             model = _from_pretrained(resolved.folder, config, hf_config, quantization, options)
         if quantization is not None:
             _finish_dequantising(model, dtype)
-        return cls(model, tokenizer, spec, math)
+        return cls(model, tokenizer, spec, math, placement, device)
 
     @property
     def device(self) -> torch.device:
-        return self._lm_head.weight.device
+        return self._lm_head.weight.device if self._device is None else self._device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -128,6 +141,8 @@ class TargetModel:
         kinds = self._kinds_of(kv_layers)
         shared: UserDict[str, tuple[torch.Tensor, torch.Tensor]] = UserDict()
         sharing = {"shared_kv_states": shared} if kinds else {}
+        entry = runs_on(self.model.get_input_embeddings(), self.device)
+        input_ids_BS, position_ids_BS, attention_mask = brought_to(entry, input_ids_BS, position_ids_BS, attention_mask)
         with self._recording(input_ids_BS.shape, tap_ids) as record:
             self._decoder(
                 input_ids=input_ids_BS,
@@ -137,8 +152,8 @@ class TargetModel:
                 use_cache=past_key_values is not None,
                 **sharing,
             )
-        target_kv = {layer: shared[kind] for layer, kind in kinds.items()} or None
-        return TargetOutput(record.last_hidden_BSH, record.taps_BSAH, past_key_values, target_kv)
+        target_kv = {layer: brought_to(self.device, *shared[kind]) for layer, kind in kinds.items()} or None
+        return TargetOutput(record.last_hidden_BSH.to(self.device), record.taps_BSAH, past_key_values, target_kv)
 
     def _kinds_of(self, kv_layers: Sequence[int]) -> dict[int, str]:
         """Layer -> its kind, of layers that hand out keys and values."""
@@ -156,7 +171,7 @@ class TargetModel:
     @torch.no_grad()
     def post_norm(self, last_hidden: torch.Tensor) -> torch.Tensor:
         """Last hidden states [..., H] after the model's own final norm."""
-        return self._final_norm(last_hidden.to(self.device, self.dtype))
+        return self._final_norm(last_hidden.to(runs_on(self._final_norm, self.device), self.dtype)).to(self.device)
 
     @torch.no_grad()  # not inference_mode: its tensors could never enter a training graph
     def logits(self, last_hidden: torch.Tensor) -> torch.Tensor:
@@ -164,7 +179,8 @@ class TargetModel:
 
         Costs V floats a position: select the positions first.
         """
-        logits = self._math.transform_logits(self._lm_head(self.post_norm(last_hidden)))
+        normed = self.post_norm(last_hidden).to(runs_on(self._lm_head, self.device))
+        logits = self._math.transform_logits(self._lm_head(normed).to(self.device))
         if logits.numel():  # a logit of -inf is a token that cannot be; NaN is the greatest of all to torch
             self.require_finite(logits.amax(-1), "logits")
         return logits
@@ -181,7 +197,7 @@ class TargetModel:
             raise ConfigError(
                 f"drafter.taps: tap {outside[0]} lies outside [0, {self.spec.num_layers}], the layers of the target"
             )
-        recorder = _Recorder(tuple(shape), len(tap_ids))
+        recorder = _Recorder(tuple(shape), len(tap_ids), self.device)
         handles = [self._final_norm.register_forward_pre_hook(recorder.last_hidden_hook)]
         for slot, tap in enumerate(tap_ids):
             # The input of layer k (0-based) is the residual stream after k layers; whatever a family does between
@@ -204,8 +220,13 @@ def check_weights(folder: Path, config: TargetConfig) -> None:
     check_experts(reader)
     if quantization is None:
         _refuse_codes(reader)
+    elif quantization.method == "mxfp8":
+        require_even_rows(reader)
+    check_devices(config.device_map)
     with _loading(folder, config.name):
-        _from_pretrained(folder, config, hf_config, quantization, {"dtype": torch.float32, "device_map": _META})
+        options = {"dtype": torch.float32, "device_map": _META}
+        model = _from_pretrained(folder, config, hf_config, quantization, options)
+    check_names(config.device_map, model)
 
 
 def readable_quantization(hf_config: Any, folder: Path) -> Quantization | None:
@@ -303,7 +324,8 @@ def _attention(hf_config: Any, asked: str) -> str:
 class _Recorder:
     """Buffers of one forward pass, filled by pre-hooks."""
 
-    def __init__(self, shape_BS: tuple[int, ...], num_taps: int) -> None:
+    def __init__(self, shape_BS: tuple[int, ...], num_taps: int, device: torch.device) -> None:
+        self._device = device
         self._shape_BS = shape_BS
         self._num_taps = num_taps
         self.last_hidden_BSH: torch.Tensor = torch.empty(0)
@@ -316,7 +338,8 @@ class _Recorder:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             hidden_BSH = args[0] if args else kwargs["hidden_states"]
             if self.taps_BSAH is None:
-                self.taps_BSAH = hidden_BSH.new_empty(*self._shape_BS, self._num_taps, hidden_BSH.shape[-1])
+                shape = (*self._shape_BS, self._num_taps, hidden_BSH.shape[-1])
+                self.taps_BSAH = hidden_BSH.new_empty(shape, device=self._device)
             # Copied at once: a later layer may change its input in place.
             self.taps_BSAH[:, :, slot] = hidden_BSH
 

@@ -29,9 +29,13 @@ from spectrain.target.checkpoint import CheckpointReader
 _READ_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
 # ModelOpt describes older checkpoints in a file of its own, beside a config.json that knows nothing of it.
 _MODELOPT_FILE = "hf_quant_config.json"
-_CODES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+_FLOAT_CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
+_CODES = (*_FLOAT_CODES, torch.int8)
 # Bits of a code and of its share of a scale: microscaling has one of 8 bits for 32 codes.
 _BITS = {"fp8": 8.0, "mxfp8": 8.25, "mxfp4": 4.25}
+# Microscaling (OCP MX 1.0, section 5): 32 codes of a row share a scale, a power of two whose exponent is kept with 127
+# added to it.
+_MX_BLOCK, _MX_BIAS, _MX_NAN = (1, 32), 127, 255
 # Beside a weight: it is not codes times one scale.
 _MORE_THAN_SCALED = ("_scale_2", "_global_scale", "_zero_point")
 
@@ -57,7 +61,7 @@ class Quantization:
 
     def refused(self) -> str | None:
         """What of it ``engine=hf`` cannot read, as a person would name it; None where it computes the target right."""
-        if self.method in ("fp8", "mxfp4"):
+        if self.method in ("fp8", "mxfp8", "mxfp4"):
             return None
         if self.method != "compressed-tensors" or not self._formats <= set(_READ_FORMATS):
             return self.name
@@ -78,7 +82,7 @@ class Quantization:
 
         if self.method == "compressed-tensors":
             return {"quantization_config": CompressedTensorsConfig(dequantize=not shapes_only)}
-        kinds = {"fp8": FineGrainedFP8Config, "mxfp4": Mxfp4Config}
+        kinds = {"fp8": FineGrainedFP8Config, "mxfp8": FineGrainedFP8Config, "mxfp4": Mxfp4Config}
         return {"quantization_config": kinds[self.method](dequantize=True)} if self.method in kinds else {}
 
     @cached_property
@@ -163,6 +167,19 @@ def require_readable(quantization: Quantization, target: str) -> None:
         )
 
 
+def require_even_rows(reader: CheckpointReader) -> None:
+    """``InputError`` for codes in MXFP8 whose rows no whole number of blocks makes: transformers shares out what there
+    is of scales evenly.
+    """
+    names, block = reader.names, _MX_BLOCK[1]
+    for name, dtype, shape in reader.described():
+        if dtype.startswith("F8_") and f"{name}_scale_inv" in names and shape[-1] % block:
+            raise InputError(
+                f"the checkpoint in {reader.folder}: {name} has {shape[-1]} inputs, engine=hf reads MXFP8 of multiples "
+                f"of {block} alone: use engine=vllm, or a copy of the target in 16 bits"
+            )
+
+
 def full_precision(reader: CheckpointReader, name: str, quantization: Quantization | None) -> Tensor | None:
     """The weights that tensor ``name`` stands for, with 16 bits or more: as stored, or 8-bit codes times their scales
     (float32). None where it holds codes of another kind, or its scales do not fit it.
@@ -177,10 +194,18 @@ def full_precision(reader: CheckpointReader, name: str, quantization: Quantizati
     if quantization is not None and not quantization.scales_alone:
         return None
     scale = reader.get(scale_name)
+    blocks = quantization.blocks if quantization is not None else frozenset()
+    if scale.dtype == torch.uint8 and tensor.dtype in _FLOAT_CODES:
+        scale, blocks = _power_of_two(scale), frozenset({_MX_BLOCK})
     if not scale.is_floating_point():
         return None
-    spread = _spread(scale.float(), tensor.shape, quantization.blocks if quantization is not None else frozenset())
+    spread = _spread(scale.float(), tensor.shape, blocks)
     return None if spread is None else tensor.float() * spread
+
+
+def _power_of_two(exponents: Tensor) -> Tensor:
+    """Scales of microscaling (E8M0) from their bytes."""
+    return torch.exp2(exponents.float() - _MX_BIAS).masked_fill(exponents == _MX_NAN, torch.nan)
 
 
 def _spread(scale: Tensor, shape: torch.Size, blocks: frozenset[tuple[int, int]]) -> Tensor | None:

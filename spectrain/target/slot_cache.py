@@ -153,6 +153,7 @@ class SlotLayer(CacheLayerMixin):
         self.keys, self.values = _stacked(self.keys, other.keys), _stacked(self.values, other.values)
 
     def copy_rows(self, other: SlotLayer, indices: Tensor) -> None:
+        indices = indices.to(other.keys.device)
         self.keys, self.values = other.keys.index_select(0, indices), other.values.index_select(0, indices)
         self.is_initialized = True
 
@@ -188,7 +189,8 @@ def _written(buffer_BNCD: Tensor, new_BNTD: Tensor, write: SlotWrite) -> Tensor:
         buffer_BNCD[rows_R, :, slots_R] = new_BNTD[0].transpose(0, 1)
     else:
         rows_B1 = torch.arange(batch, device=buffer_BNCD.device)[:, None]
-        buffer_BNCD[rows_B1, :, write.slots] = new_BNTD.transpose(1, 2)
+        slots_BT = write.slots.to(buffer_BNCD.device)  # of a layer that lies elsewhere
+        buffer_BNCD[rows_B1, :, slots_BT] = new_BNTD.transpose(1, 2)
     return buffer_BNCD
 
 

@@ -138,7 +138,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, **_SLIDING},
     "deepseek_v3": _DEEPSEEK,
-    "deepseek_v32": {**_DEEPSEEK, "index_n_heads": 2, "index_head_dim": 8, "index_topk": 4},
+    # Scores of keys pass a ReLU: with few heads most are 0, and which of equal ones are the best hangs on what else is
+    # computed at once.
+    "deepseek_v32": {**_DEEPSEEK, "index_n_heads": 16, "index_head_dim": 8, "index_topk": 4},
     "kimi_k25": {**_DEEPSEEK, "model_type": "kimi_k2"},
     "minimax_m3_vl": _MINIMAX_M3,
     "minimax_m3_vl_text": _MINIMAX_M3,

@@ -190,11 +190,14 @@ def all_kinds(
 
 
 def main() -> None:
+    global PATIENCE_S
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--kills", type=int, default=64)
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--only", nargs="+", choices=tuple(SHARES), default=tuple(SHARES), help="of all kills, these")
+    parser.add_argument("--patience", type=float, default=PATIENCE_S, help="seconds to wait for a step")
     options = parser.parse_args()
+    PATIENCE_S = options.patience
     seed = random.randrange(1 << 31) if options.seed is None else options.seed
     print(f"seed {seed}")  # noqa: T201
     with tempfile.TemporaryDirectory() as folder:

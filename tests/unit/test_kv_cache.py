@@ -14,7 +14,8 @@ from spectrain.target.kv_cache import open_cache
 from spectrain.target.slot_cache import AttentionMasks, SlotCache
 
 # One family per shape of cache: plain, query/key norm, one window for all layers, windows in turn, soft-capped scores,
-# layers that share keys and values, keys wider than values, attention sinks (eager), recurrent layers.
+# layers that share keys and values, keys wider than values, keys that an indexer chooses, attention sinks (eager),
+# recurrent layers.
 CASES = [
     ("llama", "sdpa", {}),
     ("llama", "eager", {}),
@@ -24,6 +25,7 @@ CASES = [
     ("gemma3", "sdpa", {}),
     ("gemma4", "sdpa", {}),
     ("deepseek_v3", "sdpa", {}),
+    ("deepseek_v32", "sdpa", {}),
     ("gpt_oss", "eager", {}),
     ("qwen3_5", "sdpa", {}),
     ("qwen3_next", "sdpa", {}),

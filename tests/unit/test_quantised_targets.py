@@ -44,7 +44,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", READ)
 def test_it_computes_what_its_dequantised_twin_computes(name: str, llama: Path, tmp_path: Path) -> None:
-    folder = quantise(name, llama, tmp_path / "q")
+    source = llama if name != "mxfp8" else tiny_target("llama", tmp_path / "even", intermediate_size=64)
+    folder = quantise(name, source, tmp_path / "q")
     found, twin = load(folder), load(folder / "twin")
     assert {parameter.dtype for parameter in found.model.parameters() if parameter.is_floating_point()} == {
         torch.float32
@@ -53,9 +54,11 @@ def test_it_computes_what_its_dequantised_twin_computes(name: str, llama: Path, 
 
 
 # compressed-tensors dequantises experts into bfloat16 before it stacks them.
-@pytest.mark.parametrize(("name", "rounding"), [("fp8 block", 1e-5), ("compressed-tensors fp8 channel", 2e-2)])
+@pytest.mark.parametrize(
+    ("name", "rounding"), [("fp8 block", 1e-5), ("mxfp8", 1e-5), ("compressed-tensors fp8 channel", 2e-2)]
+)
 def test_so_does_a_mixture_of_experts(name: str, rounding: float, tmp_path: Path) -> None:
-    folder = quantise(name, tiny_target("qwen3_moe", tmp_path / "moe"), tmp_path / "q")
+    folder = quantise(name, tiny_target("qwen3_moe", tmp_path / "moe", moe_intermediate_size=32), tmp_path / "q")
     found, twin = states(load(folder)), states(load(folder / "twin"))
     assert float((found - twin).norm() / twin.norm()) < rounding
 
@@ -65,6 +68,12 @@ def test_so_do_experts_in_mxfp4(tmp_path: Path) -> None:
     folder = quantise_experts(source, tmp_path / "q")
     found, twin = load(folder, "eager"), load(folder / "twin", "eager")
     torch.testing.assert_close(states(found), states(twin), rtol=1e-5, atol=1e-5)
+
+
+def test_microscaling_of_uneven_rows_is_refused(llama: Path, tmp_path: Path) -> None:
+    """Transformers would spread two scales over 48 inputs as 24 each, where they are 32 and 16."""
+    with pytest.raises(InputError, match=r"down_proj\.weight has 48 inputs.*engine=vllm"):
+        load(quantise("mxfp8", llama, tmp_path / "q"))
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -113,7 +122,7 @@ def test_modelopt_beside_a_config_that_does_not_know_it_is_refused(llama: Path, 
 SCALED = [
     name
     for name in FORMATS
-    if name.startswith(("fp8", "compressed-tensors fp8", "compressed-tensors int8", "modelopt"))
+    if name.startswith(("fp8", "mxfp8", "compressed-tensors fp8", "compressed-tensors int8", "modelopt"))
 ]
 
 
@@ -167,9 +176,10 @@ def built(method: str, init: str, folder: Path) -> dict[str, torch.Tensor]:
     return build_drafter(config, spec, full_vocab(spec.vocab_size), head, folder).body.state_dict()
 
 
-def test_a_head_in_eight_bits_is_dequantised(llama: Path, tmp_path: Path) -> None:
-    folder = quantise("compressed-tensors fp8 channel", llama, tmp_path / "q")
-    encode, tensors = FORMATS["compressed-tensors fp8 channel"][0], load_file(folder / "model.safetensors")
+@pytest.mark.parametrize("name", ["compressed-tensors fp8 channel", "mxfp8", "modelopt mxfp8"])
+def test_a_head_in_eight_bits_is_dequantised(name: str, llama: Path, tmp_path: Path) -> None:
+    folder = quantise(name, llama, tmp_path / "q")
+    encode, tensors = FORMATS[name][0], load_file(folder / "model.safetensors")
     parts, values = encode(tensors["lm_head.weight"])
     save_file(
         tensors | {f"lm_head.{name}": part.contiguous() for name, part in parts.items()}, folder / "model.safetensors"
