@@ -48,8 +48,10 @@ def disk_lines(context: Context, states_bytes: int, captures: bool) -> list[tupl
 
 
 def target_beside(context: Context) -> float:
-    """Bytes of the target that lie on the device of each rank of ``fit``."""
-    if context.config.states_computed != "inprocess":
+    """Bytes of the target that lie on the device of each rank of ``fit``. ``target.device_map`` lays it over as many
+    devices as there are: none are counted.
+    """
+    if context.config.states_computed != "inprocess" or context.config.target.device_map is not None:
         return 0.0
     return target_bytes(context.spec, getattr(torch, context.dtype_name).itemsize)
 

@@ -179,7 +179,7 @@ def _work_lines(context: Context, numbers: Estimate, seconds: dict[str, float]) 
     if context.config.states_computed:
         writes = "training asks for"
     return [
-        ("device", f"{name}; target on {engine_devices(config)}, training on {ranks}"),
+        ("device", f"{name}; target on {_target_devices(context)}, training on {ranks}"),
         (
             "work",
             f"{2 * active_parameters(context.spec) * numbers.tokens:.2g} operations for one pass of the target, "
@@ -190,6 +190,12 @@ def _work_lines(context: Context, numbers: Estimate, seconds: dict[str, float]) 
             f"{writes} {bytes_text(read)}/s, a rank {bytes_text(read / ranks)}/s",
         ),
     ]
+
+
+def _target_devices(context: Context) -> str:
+    config = context.config
+    spread = config.engine.name == "hf" and config.target.device_map is not None
+    return "devices as target.device_map says" if spread else str(engine_devices(config))
 
 
 # --- memory of a rank ----------------------------------------------------------------------------------------------
@@ -233,7 +239,10 @@ def _fitting(context: Context) -> list[str]:
     ranks, chosen = planned_ranks(context), context.config.trainer.strategy
     beside = target_beside(context)
     peaks = {strategy: training_memory(context, strategy).peak + beside for strategy in _strategies(ranks)}
-    with_target = ", the target beside it" if beside else ""
+    spread = context.config.states_computed == "inprocess" and not beside
+    with_target = (
+        ", the target beside it" if beside else ", without what target.device_map lays there" if spread else ""
+    )
     lines = []
     for strategy, peak in peaks.items():
         fits = "fits" if peak <= there else "DOES NOT FIT"
