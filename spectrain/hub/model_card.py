@@ -182,15 +182,14 @@ def _acceptance(facts: CardFacts) -> str:
         return "Not measured: no evaluation of exactly these weights was recorded."
     rows = [
         (
-            *(record.suite, f"{record.temperature:g}", record.engine, str(record.num_speculative_tokens)),
-            _policy(record),
+            *(record.suite, f"{record.temperature:g}", record.engine, _drafts(record)),
             f"**{number(record.acceptance_length)}** {_brackets(record.acceptance_length_interval)}",
             " ".join(share_text(share) for share in record.acceptance_per_position),
             f"{record.num_prompts} ({record.rounds:,} rounds)",
         )
         for record in _measured(facts)
     ]
-    heads = ("suite", "temperature", "engine", "drafts", "verified", "acceptance length τ", "by position", "prompts")
+    heads = ("suite", "temperature", "engine", "drafts", "acceptance length τ", "by position", "prompts")
     plots = "".join(f"\n\n![{text}]({file})" for file, text in facts.plots)
     note = (
         "τ: tokens committed by one pass of the target, the bonus token included; in brackets its 95 % bootstrap "
@@ -199,10 +198,12 @@ def _acceptance(facts: CardFacts) -> str:
     return f"{_table(heads, rows)}\n\n{note}{plots}"
 
 
-def _policy(record: EvaluationRecord) -> str:
+def _drafts(record: EvaluationRecord) -> str:
+    """How many a round, and which of them are verified where it is not all."""
     if record.draft_policy == "fixed":
-        return "all drafts"
-    return record.draft_policy + ("" if record.draft_threshold is None else f" {record.draft_threshold:g}")
+        return str(record.num_speculative_tokens)
+    threshold = "" if record.draft_threshold is None else f" {record.draft_threshold:g}"
+    return f"at most {record.num_speculative_tokens}, {record.draft_policy}{threshold}"
 
 
 def _agreement(facts: CardFacts) -> str:
@@ -254,30 +255,19 @@ def _verdict(facts: CardFacts) -> str:
 def _speed(facts: CardFacts) -> str:
     rows = [
         (
-            *(record.suite, f"{record.temperature:g}", record.engine, str(record.num_speculative_tokens)),
-            *(_policy(record), str(record.concurrency)),
+            # In few columns: what is wider than the Hub's page has to be scrolled.
+            *(record.suite, f"{record.temperature:g}", record.engine_version or record.engine),
+            *(_drafts(record), str(record.concurrency)),
             f"**{number(record.speedup, '×')}** {_brackets(record.speedup_interval)}",
             f"{number(record.baseline_tokens_per_s, digits=1)} → {number(record.output_tokens_per_s, digits=1)}",
             facts.hardware.get(record.file_name(), "not recorded"),
-            record.engine_version,
         )
         for record in facts.records
         if record.speedup is not None
     ]
     if not rows:
         return ""
-    heads = (
-        "suite",
-        "temperature",
-        "engine",
-        "drafts",
-        "verified",
-        "at a time",
-        "speed-up",
-        "tokens/s",
-        "hardware",
-        "version",
-    )
+    heads = ("suite", "temperature", "engine", "drafts", "at a time", "speed-up", "tokens/s", "hardware")
     note = "Speed-up over the same engine without speculation, on this hardware alone; another will give another."
     return f"{_table(heads, rows)}\n\n{note}"
 
@@ -291,7 +281,7 @@ def _data(facts: CardFacts) -> str:
 
 
 def _pairs(pairs: Sequence[tuple[str, str]]) -> str:
-    return _table(("", ""), pairs) if pairs else ""
+    return _table(("what", "value"), pairs) if pairs else ""
 
 
 def _brackets(interval: tuple[float, float] | None) -> str:

@@ -122,7 +122,14 @@ def test_what_is_no_map_is_refused(value: Any) -> None:
 
 def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tiny_target("llama", tmp_path / "target")
-    line = ["fit", "data=support", f"target.path={folder}", "target.max_length=512", f"run.dir={tmp_path / 'run'}"]
+    line = [
+        "fit",
+        "data=support",
+        f"target.path={folder}",
+        "target.max_length=512",
+        "sampling.max_new_tokens=32",
+        f"run.dir={tmp_path / 'run'}",
+    ]
     assert cli.main([*line, "target.device_map={model: cuda:0, lm_head: 0}"]) == 2
     assert "target.device_map: model is to lie on cuda:0" in capsys.readouterr().err
     ranks = ["target.device_map=balanced", "states.source=inprocess", "trainer.devices=2"]

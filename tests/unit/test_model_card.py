@@ -107,8 +107,8 @@ def test_acceptance_with_its_interval_for_each_suite_engine_and_temperature():
         ["gsm8k", "0", "vllm", "3"],
         ["gsm8k", "0.6", "hf", "3"],
     ]
-    assert [row[5] for row in found] == ["**2.13** [2.01–2.26]", "**2.13** [2.01–2.26]", "**1.90** [1.80–2.00]"]
-    assert found[0][6:] == [".612 .310 .212", "16 (1,234 rounds)"]
+    assert [row[4] for row in found] == ["**2.13** [2.01–2.26]", "**2.13** [2.01–2.26]", "**1.90** [1.80–2.00]"]
+    assert found[0][5:] == [".612 .310 .212", "16 (1,234 rounds)"]
 
 
 def test_predicted_loop_and_vllm_stand_side_by_side():
@@ -120,9 +120,14 @@ def test_predicted_loop_and_vllm_stand_side_by_side():
     assert "1,000 rounds 998 are equal" in card and "passed" in card
 
 
+def test_a_policy_stands_with_its_drafts():
+    record = replace(FACTS.records[0], draft_policy="threshold", draft_threshold=0.6)
+    assert rows(render_card(replace(FACTS, records=(record,))), "Acceptance")[0][3] == "at most 3, threshold 0.6"
+
+
 def test_speed_says_its_hardware():
     (row,) = rows(render_card(FACTS), "Speed")
-    assert row[6:9] == ["**2.10×** [1.95–2.30]", "10.2 → 21.6", "8 × AMD Instinct MI300X"]
+    assert row[5:] == ["**2.10×** [1.95–2.30]", "10.2 → 21.6", "8 × AMD Instinct MI300X"]
 
 
 def test_data_with_licences():
