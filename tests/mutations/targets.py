@@ -142,6 +142,13 @@ MUTATIONS = (
         ("tests/unit/test_device_map.py",),
     ),
     Mutation(
+        "products of layers that lie elsewhere are computed otherwise",
+        "spectrain/target/cpu_kernels.py",
+        'if hasattr(module, "_old_forward"):',
+        "if False:",
+        ("tests/unit/test_device_map.py",),
+    ),
+    Mutation(
         "a weight that the device map leaves out is no error",
         "spectrain/target/device_map.py",
         "        if not any(weight == name",

@@ -13,7 +13,7 @@ from spectrain import cli
 from spectrain.config.target_schema import TargetConfig
 from spectrain.decoding.loop import DecodingSettings, Prompt, speculative_generate
 from spectrain.errors import ConfigError
-from spectrain.target.cpu_kernels import cpu_attention
+from spectrain.target.cpu_kernels import cpu_attention, takes_ragged_rows
 from spectrain.target.kv_cache import open_cache
 from spectrain.target.model import TargetModel, check_weights
 from spectrain.target.resolve import resolve_target
@@ -88,6 +88,7 @@ def test_rows_of_different_lengths_too(tmp_path: Path) -> None:
     for target in (plain, load(folder, spread(plain))):
         cache = open_cache(target, 2)
         with cpu_attention(target.model):
+            assert takes_ragged_rows(target.model)  # no padding enters
             outputs.append(cache.forward(torch.arange(5, 25).view(2, 10), [10, 4], (1, 2)))
     assert torch.equal(outputs[0].last_hidden_BSH[1, :4], outputs[1].last_hidden_BSH[1, :4])
     assert torch.equal(outputs[0].taps_BSAH[1, :4], outputs[1].taps_BSAH[1, :4])
