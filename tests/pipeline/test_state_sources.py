@@ -11,6 +11,9 @@ from spectrain import cli
 from spectrain.evaluation.records import read_records
 from spectrain.stages.run_dir import RunDir
 
+# Of the tiny Llama, every other layer is read from the disk for each pass.
+LAYERS = ", ".join(f"model.layers.{number}: {'disk' if number % 2 else 'cpu'}" for number in range(7))
+PLACES = f"model.embed_tokens: cpu, {LAYERS}, model.norm: disk, lm_head: cpu"
 TIMES = {"tokens_per_s", "data_wait_share", "seconds", "simulation_s"}
 
 
@@ -47,11 +50,12 @@ def untrained(finished: Path, path: Path, states: bool = False) -> Path:
     "given",
     [
         ("states.source=inprocess",),
+        ("states.source=inprocess", f"target.device_map={{{PLACES}}}"),
         ("states.source=inprocess", "states.memory_bytes=0", "drafter.init=target"),
         ("states.source=cached",),
         ("states.source=cached", "states.cache_bytes=200000", "drafter.init=target"),
     ],
-    ids=["inprocess", "nothing kept", "cached", "little room"],
+    ids=["inprocess", "layers on the disk", "nothing kept", "cached", "little room"],
 )
 def test_training_is_that_on_stored_hidden_states_to_the_bit(given, arguments, finished, tmp_path):
     stored = finished
