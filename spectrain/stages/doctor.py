@@ -46,6 +46,7 @@ def _checks(config: SpectrainConfig, named_run: bool) -> list[tuple[str, Check]]
         ("interpreter", machine.check_interpreter),
         ("torch", machine.check_torch),
         ("devices", machine.check_devices),
+        ("device map", partial(machine.check_device_map, config)),
         ("all-reduce", machine.check_all_reduce),
         ("vllm", machine.check_vllm),
         ("transformers", partial(machine.check_transformers, config)),

@@ -80,6 +80,25 @@ def check_devices() -> Iterator[Finding]:
         yield Finding(f"device {index}", "warning" if busy else "ok", text, remedy)
 
 
+def check_device_map(config: SpectrainConfig) -> Iterator[Finding]:
+    """The devices that target.device_map names are here; says nothing where there is none."""
+    import torch
+
+    from spectrain.target.device_map import check_devices
+
+    if config.target.device_map is None:
+        return
+    try:
+        check_devices(config.target.device_map)
+    except SpectrainError as error:
+        text, _, remedy = str(error).partition(": use ")
+        yield Finding("device map", "failure", text, f"use {remedy}")
+        return
+    count = torch.cuda.device_count()
+    over = f"{count} devices" if count else "the processor alone"
+    yield Finding("device map", "ok", f"target.device_map lays a target that is run here over {over}")
+
+
 def check_all_reduce() -> Iterator[Finding]:
     """Every accelerator adds up what all of them have: what data-parallel training does at each step."""
     import torch

@@ -49,6 +49,17 @@ def test_a_failure_is_an_exit_code(quick: None, monkeypatch: pytest.MonkeyPatch,
     assert "failure" in said.out and said.err.strip().splitlines()[-1].endswith("locks")
 
 
+@pytest.mark.parametrize(
+    ("device_map", "level"),
+    [(None, None), ("balanced", "ok"), ({"model": "cpu"}, "ok"), ({"model": "cuda:31"}, "failure")],
+)
+def test_the_device_map(device_map: Any, level: str | None):
+    config = SpectrainConfig(target=TargetConfig(device_map=device_map))
+    found = list(machine_checks.check_device_map(config))
+    assert [finding.level for finding in found] == ([level] if level else [])
+    assert all("cuda:31" in finding.text and finding.remedy for finding in found if level == "failure")
+
+
 def test_a_check_that_breaks_down_is_a_failure_and_stops_no_other():
     def check():
         yield Finding("one", "ok", "fine")
