@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from spectrain.config.target_schema import TargetConfig
+from spectrain.console import say
 from spectrain.errors import ConfigError
 
 _NOT_DEVICES = ("cpu", "disk")
@@ -103,6 +104,17 @@ def brought_to(device: torch.device, *values: Any) -> tuple[Any, ...]:
         return value.to(device) if isinstance(value, Tensor) else value
 
     return tuple(brought(value) for value in values)
+
+
+def note_offloaded(model: Any, asked: Any) -> None:
+    """A line where accelerate was to lay out a target that the devices do not hold: it says nothing of it."""
+    places = [str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()]
+    beside = [place for place in places if place in _NOT_DEVICES]
+    if isinstance(asked, str) and ("disk" in beside or 0 < len(beside) < len(places)):
+        say(
+            f"note: target.device_map={asked}: {len(beside)} of {len(places)} parts of the target do not fit the "
+            f"devices, and are brought over for every pass, which is slow"
+        )
 
 
 def on_cpu_alone(model: Any) -> bool:

@@ -27,7 +27,7 @@ from spectrain.console import quiet_transformers
 from spectrain.errors import ConfigError, InputError, NotFiniteError
 from spectrain.target.checkpoint import CheckpointReader, check_experts, check_loading
 from spectrain.target.cpu_kernels import speed_up
-from spectrain.target.device_map import Placement, brought_to, check_devices, check_names, runs_on
+from spectrain.target.device_map import Placement, brought_to, check_devices, check_names, note_offloaded, runs_on
 from spectrain.target.families import HeadMath, head_math
 from spectrain.target.folder_files import load_tokenizer
 from spectrain.target.quantization import Quantization, quantization_of, require_even_rows, require_readable
@@ -104,6 +104,7 @@ class TargetModel:
         with _loading(resolved.folder, config.name):
             options = {"dtype": dtype, **placement.options()}
             model = _from_pretrained(resolved.folder, config, hf_config, quantization, options)
+        note_offloaded(model, config.device_map)
         if quantization is not None:
             _finish_dequantising(model, dtype)
         return cls(model, tokenizer, spec, math, placement, device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from spectrain.config.target_schema import TargetConfig
 from spectrain.decoding.loop import DecodingSettings, Prompt, speculative_generate
 from spectrain.errors import ConfigError
 from spectrain.target.cpu_kernels import cpu_attention, takes_ragged_rows
+from spectrain.target.device_map import note_offloaded
 from spectrain.target.kv_cache import open_cache
 from spectrain.target.model import TargetModel, check_weights
 from spectrain.target.resolve import resolve_target
@@ -99,6 +101,22 @@ def test_accelerate_lays_it_out(layout: str, tmp_path: Path) -> None:
     folder = tiny_target("llama", tmp_path / "target")
     expected, found = (one.run(IDS_1S, POSITIONS_1S) for one in (load(folder), load(folder, layout)))
     assert torch.equal(found.last_hidden_BSH, expected.last_hidden_BSH)
+
+
+@pytest.mark.parametrize(
+    ("places", "asked", "said"),
+    [
+        ((0, 1), "auto", ""),
+        ((0, "cpu", "cpu"), "auto", "2 of 3 parts"),
+        (("cpu", "disk"), "balanced", "2 of 2 parts"),
+        (("cpu", "cpu"), "auto", ""),
+        ((0, "cpu"), {"a": 0, "b": "cpu"}, ""),
+    ],
+)
+def test_what_does_not_fit_the_devices_is_said(places: Any, asked: Any, said: str, capsys: Any) -> None:
+    note_offloaded(SimpleNamespace(hf_device_map=dict(enumerate(places))), asked)
+    told = capsys.readouterr()
+    assert (said in told.out + told.err) if said else not told.out + told.err
 
 
 def test_a_map_names_what_is_there(tmp_path: Path) -> None:
