@@ -9,7 +9,7 @@ unknown keys and wrong types by name (``overrides.py``). Every key declares its 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Literal
 
@@ -121,6 +121,11 @@ class SpectrainConfig:
     def draft_policies(self) -> tuple[str, ...]:
         """Draft policies that an evaluation measures; the first one makes the headline."""
         return self.suite.policies or (self.decoding.draft_policy,)
+
+    @property
+    def swept_engines(self) -> tuple[EngineConfig, ...]:
+        """The engines that a sweep measures with."""
+        return tuple(replace(self.engine, name=name) for name in self.sweep.engines) or (self.engine,)
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:

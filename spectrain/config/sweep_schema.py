@@ -7,6 +7,8 @@ from typing import Literal
 
 from spectrain.config.keys import HOTTEST, Section, check_temperature, key, require
 
+SweptEngine = Literal["hf", "vllm", "vllm_server"]
+
 
 @dataclass(frozen=True)
 class SweepConfig(Section, name="sweep"):
@@ -17,9 +19,21 @@ class SweepConfig(Section, name="sweep"):
     )
     methods: tuple[str, ...] = key(
         (),
-        "methods: none, ngram, suffix, draft_model, and the drafter's own, such as eagle3; none named: no speculation, "
-        "n-gram, suffix and the drafter",
+        "methods: none, ngram, suffix, draft_model, and the drafters' own, such as eagle3; none named: no speculation, "
+        "n-gram, suffix and the drafters",
         example="[eagle3,ngram,suffix,none]",
+    )
+    drafters: tuple[str, ...] = key(
+        (),
+        "further drafters of the same target, beside the run's own or drafter.path, each of another kind: run "
+        "directories, folders or Hub ids (also as ORG/NAME@REVISION)",
+        example="[runs/dflash,runs/dspark]",
+    )
+    engines: tuple[SweptEngine, ...] = key(
+        (),
+        "engines that measure all of it, beside each other; hf: our own loop; none named: engine.name. What vLLM does "
+        "not have is left out there",
+        example="[hf,vllm]",
     )
     suites: tuple[str, ...] = key(
         (),
@@ -55,7 +69,8 @@ class SweepConfig(Section, name="sweep"):
 
     def _check(self) -> None:
         self._require_distinct(
-            *("num_speculative_tokens", "methods", "suites", "concurrency", "temperatures", "context_tokens")
+            *("num_speculative_tokens", "methods", "drafters", "engines", "suites", "concurrency", "temperatures"),
+            "context_tokens",
         )
         for name in ("num_speculative_tokens", "concurrency"):
             require(getattr(self, name), f"sweep.{name} is empty: name at least one")

@@ -18,6 +18,7 @@ from spectrain.errors import InputError
 from spectrain.evaluation.prompt_figures import PromptFigures
 from spectrain.evaluation.records import EvaluationRecord, Interval, read_record
 
+LENGTH = "acceptance length"  # the figure's name in ``Difference``
 # Conditions that must agree, and what they are called.
 CONDITIONS = {
     "target": "target",
@@ -152,7 +153,7 @@ def compare(first: EvaluationRecord, second: EvaluationRecord, anyway: bool = Fa
     differences = [
         found
         for found in (
-            _ratio_difference("acceptance length", common, _length, relative=False),
+            _ratio_difference(LENGTH, common, _length, relative=False),
             _ratio_difference("tokens/s", common, _rate, relative=True),
             _ratio_difference("accuracy", common, _correct, relative=False),
         )

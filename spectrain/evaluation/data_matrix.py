@@ -10,10 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from spectrain.errors import InputError
-from spectrain.evaluation.compare_records import CONDITIONS, compare
+from spectrain.evaluation.compare_records import CONDITIONS, LENGTH, compare
 from spectrain.evaluation.records import UNTUNED, EvaluationRecord, Interval
 
-LENGTH = "acceptance length"  # as ``compare`` calls it
 # What must agree in a matrix: conditions of the measurement, and how much is drafted.
 _SAME = (*CONDITIONS, "num_speculative_tokens", "draft_policy", "draft_threshold")
 

@@ -65,7 +65,8 @@ def check_config(config: SpectrainConfig, command: Command, given: Set[str] = fr
     check_measurement(config, command)
     check_trackers(config)
     check_strategy(config, command)
-    _check_engine(config, command)
+    for engine in config.swept_engines if command.sweeps else (config.engine,):
+        _check_engine(replace(config, engine=engine), command)
     check_source(config, command)
     if config.drafter.path is not None:
         from spectrain.drafters.hub_drafters import drafter_path
@@ -172,6 +173,10 @@ def _check_against_target(context: Context) -> None:
         check_measured(context)
     elif config.drafter.path is not None and not context.command.keeps_config:
         check_continued(context, drafter_path(config.drafter))
+    if context.command.sweeps and config.sweep.drafters:
+        from spectrain.stages.swept_drafters import check_further
+
+        check_further(context)
     continued = None if config.drafter.path is None or context.command.keeps_config else drafter_path(config.drafter)
     read = context.measured_drafter if context.command.needs_drafter else continued
     if read is not None:
@@ -187,7 +192,8 @@ def _runs_in_process(context: Context) -> bool:
     command = context.command
     runs = bool(command.stages) or command.measures
     beside = command.trains and context.config.states_computed == "inprocess"
-    return command.compares or beside or (runs and context.config.engine.name == "hf")
+    engines = context.config.swept_engines if command.sweeps else (context.config.engine,)
+    return command.compares or beside or (runs and any(engine.name == "hf" for engine in engines))
 
 
 def _check_checkpoint(context: Context, folder: Path) -> None:

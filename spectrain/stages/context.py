@@ -69,6 +69,9 @@ class Context:
         other = copy.copy(self)
         other.config = replace(self.config, **sections)
         other.lender = self.lender or self
+        if "drafter" in sections:
+            for name in ("taps", "kv_layers"):  # of the drafter so far
+                other.__dict__.pop(name, None)
         return other
 
     @property

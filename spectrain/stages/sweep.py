@@ -1,7 +1,7 @@
 """``eval sweep``: number of drafts × method × suite × concurrency × temperature × context length, a cell a file, and
 what they recommend.
 
-Target and drafter are loaded once. A cell that is there, made from the same inputs, is not measured again, so a sweep
+Target and drafters are loaded once. A cell that is there, made from the same inputs, is not measured again, so a sweep
 that was killed goes on with the cell it was at. With vLLM each method and number of drafts is a configuration of its
 own, which is opened once for all its cells.
 """
@@ -14,10 +14,8 @@ from functools import partial
 from typing import Any
 
 from spectrain.console import say
-from spectrain.data.prompts import Conversation
 from spectrain.decoding.proposers import Proposer
 from spectrain.drafters.drafter import Drafter
-from spectrain.drafters.drafter_folder import read_method
 from spectrain.errors import ConfigError, RunError
 from spectrain.evaluation.lossless import OutputDifference
 from spectrain.evaluation.records import EvaluationRecord, PromptResult, build_record, read_records
@@ -37,18 +35,20 @@ from spectrain.stages.context import Context
 from spectrain.stages.eval import LoopMethod, decode_in_loop, peak_memory_bytes
 from spectrain.stages.eval_vllm import VLLMMethod, decoder_of, engine_version, vllm_method
 from spectrain.stages.run_report import Answer, write_run_report
-from spectrain.stages.sweep_cells import NONE, Cell, cell_inputs, measured_cell, step_by_step, sweep_cells
+from spectrain.stages.sweep_cells import NONE, Cell, cell_inputs, measured_cell, sweep_cells
+from spectrain.stages.swept_drafters import step_by_step, swept_drafters
 from spectrain.target.cpu_kernels import speed_up
 
 
 def sweep(context: Context) -> float | None:
     """Measure what is missing, then say what all of it recommends. Returns the best speed-up."""
-    if context.config.engine.name == "vllm_server" and context.config.engine.urls:
+    engines = context.config.swept_engines
+    if any(engine.name == "vllm_server" and engine.urls for engine in engines):
         raise ConfigError(
             "eval sweep starts vLLM itself, once for each method and number of drafts: leave engine.urls empty"
         )
-    drafter = read_method(context.measured_drafter) if context.command.needs_drafter else None
-    cells = sweep_cells(context, drafter)
+    drafters = swept_drafters(context)
+    cells = sweep_cells(context, drafters)
     folder = context.run_dir.eval / "sweep"
     folder.mkdir(parents=True, exist_ok=True)
     inputs = [cell_inputs(cell) for cell in cells]
@@ -57,17 +57,19 @@ def sweep(context: Context) -> float | None:
     todo = [(cell, wanted) for cell, wanted, record in zip(cells, inputs, done, strict=True) if record is None]
     differences: list[tuple[str, OutputDifference]] = []
     shown: list[Answer] = []
-    measure = _in_loop if context.config.engine.name == "hf" else _in_vllm
-    for record, found, answers in measure(context, todo) if todo else ():
-        record.write(folder)
-        differences += found
-        shown = answers if record.is_drafter or (drafter is None and record.method != NONE) else shown
+    for engine in sorted(engines, key=lambda engine: engine.name == "hf"):  # vLLM before our weights are loaded
+        own = [(cell, wanted) for cell, wanted in todo if cell.context.config.engine.name == engine.name]
+        measure = _in_loop if engine.name == "hf" else _in_vllm
+        for record, found, answers in measure(context, own) if own else ():
+            record.write(folder)
+            differences += found
+            shown = answers if record.is_drafter or (not drafters and record.method != NONE) else shown
     for name, difference in differences:
         say(f"sweep: {name}: {difference}")
     records = [
         made for cell, wanted in zip(cells, inputs, strict=True) if (made := measured_cell(folder, cell, wanted))
     ]
-    best = write_summary(folder, records, context.config.sweep.shares, step_by_step(context, drafter))
+    best = write_summary(folder, records, context.config.sweep.shares, step_by_step(drafters))
     if todo:
         write_run_report(context, read_records(context.run_dir.eval), shown)
     say(f"sweep: {folder / SUMMARY}")
@@ -99,10 +101,11 @@ class _Baselines:
 
 
 def _in_loop(context: Context, todo: Sequence[tuple[Cell, str]]) -> Iterator[Measured]:
-    drafter = None
-    if any(cell.is_drafter for cell, _ in todo):
-        drafter = load_measured_drafter(context, context.model.device)
-        speed_up(drafter)
+    loaded: dict[str, Drafter] = {}
+    for cell, _ in todo:
+        if cell.is_drafter and cell.method not in loaded:
+            loaded[cell.method] = load_measured_drafter(cell.context, context.model.device)
+            speed_up(loaded[cell.method])
     baselines = _Baselines()
     shared = context.config.sweep.baseline == "shared"
     version = engine_version_in_loop()
@@ -110,9 +113,10 @@ def _in_loop(context: Context, todo: Sequence[tuple[Cell, str]]) -> Iterator[Mea
         say(f"sweep: {number} of {len(todo)}, {cell.name.removesuffix('.json')}")
         conversations = suite_prompts(cell.context)
         plain = baselines.get(cell) if shared else None
+        drafter = loaded.get(cell.method)
         methods = [] if plain is not None else [LoopMethod(NONE)]
         if cell.method != NONE:
-            proposer: Proposer | None = drafter if cell.is_drafter else baseline_proposer(cell.context, cell.method)
+            proposer: Proposer | None = drafter if drafter is not None else baseline_proposer(cell.context, cell.method)
             methods.append(LoopMethod(cell.method, cell.is_drafter, proposer=proposer))
         size = cell.context.config.suite.concurrency
         decodes: list[Decode] = [partial(decode_in_loop, cell.context, method) for method in methods]
@@ -122,7 +126,7 @@ def _in_loop(context: Context, todo: Sequence[tuple[Cell, str]]) -> Iterator[Mea
             if shared:
                 baselines.put(cell, plain)
         answers, timing = found[-1]
-        simulated = _simulated(cell, conversations, drafter) if cell.is_drafter else None
+        simulated = None if drafter is None else simulate_same_prompts(cell.context, conversations, drafter)
         record = build_record(
             conditions(cell.context, methods[-1], size, version),
             _results(answers),
@@ -135,10 +139,6 @@ def _in_loop(context: Context, todo: Sequence[tuple[Cell, str]]) -> Iterator[Mea
         )
         parted = output_differences(cell.context, plain, answers) if record.output_identical is False else []
         yield record, [(cell.name.removesuffix(".json"), difference) for difference in parted], answers
-
-
-def _simulated(cell: Cell, conversations: Sequence[Conversation], drafter: Drafter | None) -> Any:
-    return None if drafter is None else simulate_same_prompts(cell.context, conversations, drafter)
 
 
 def engine_version_in_loop() -> str:
@@ -154,7 +154,7 @@ def _in_vllm(context: Context, todo: Sequence[tuple[Cell, str]]) -> Iterator[Mea
         say("sweep: no speculation is measured again, for this run's other cells to be compared with")
     order = sorted(todo, key=lambda pair: (pair[0].method != NONE, pair[0].method, pair[0].n))
     baselines = _Baselines()
-    version = engine_version(context)
+    version = engine_version(todo[0][0].context)
     plain_of = [_without_speculation(cell) for cell, _ in order if cell.method != NONE]
     asked: list[tuple[Cell, str | None]] = [(cell, None) for cell in _once(plain_of, order)]
     asked += [(cell, inputs) for cell, inputs in order]

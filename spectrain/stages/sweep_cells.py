@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from spectrain.config.engine_schema import EngineConfig
 from spectrain.config.evaluation_schema import BASELINES, SuiteConfig
 from spectrain.config.folders import group_options
 from spectrain.config.overrides import build, suggest
+from spectrain.config.schema import SpectrainConfig
 from spectrain.console import say
-from spectrain.drafters.serving_config import read_serving_config
 from spectrain.errors import ConfigError, InputError
 from spectrain.evaluation.records import EvaluationRecord, read_record
 from spectrain.files import comparable, digest_strings
@@ -29,6 +30,7 @@ from spectrain.stages.answer_suite import (
 from spectrain.stages.context import Context
 from spectrain.stages.drafter_checks import check_baselines, check_drafts
 from spectrain.stages.eval_vllm import engine_version
+from spectrain.stages.swept_drafters import SweptDrafter
 
 NONE = "none"
 
@@ -47,26 +49,24 @@ class Cell:
         return 0 if self.method == NONE else self.context.config.decoding.num_speculative_tokens
 
 
-def sweep_cells(context: Context, drafter: str | None) -> list[Cell]:
-    """In the order in which they are measured; ``drafter``: its kind, None without one.
+def sweep_cells(context: Context, drafters: Mapping[str, SweptDrafter]) -> list[Cell]:
+    """In the order in which they are measured; ``drafters``: by kind.
 
     Raises for a method, a suite or a prompt that cannot be measured.
     """
     config = context.config
-    own = () if drafter is None else (drafter,)
-    methods = config.sweep.methods or (NONE, "ngram", "suffix", *own)
-    known = (*BASELINES, *own)
+    methods = config.sweep.methods or (NONE, "ngram", "suffix", *drafters)
+    known = (*BASELINES, *drafters)
     for method in methods:
         if method not in known:
             close = suggest(method, known)
             hint = f"did you mean {close[0]}?" if close else f"use some of {', '.join(known)}"
             raise ConfigError(
-                f"sweep.methods: {method} is neither a method without a drafter nor this drafter's: {hint}"
+                f"sweep.methods: {method} is neither a method without a drafter nor a drafter's of this sweep "
+                f"(sweep.drafters names further ones): {hint}"
             )
-    check_baselines(config, methods)
-    counts = config.sweep.num_speculative_tokens
-    if own and drafter in methods:
-        check_drafts(context.measured_drafter, max(counts))
+    counts = {method: _counts(config.sweep.num_speculative_tokens, drafters.get(method)) for method in methods}
+    measured = [(engine, _had_by(engine, config, counts, drafters)) for engine in config.swept_engines]
     suites = [_suite(context, name) for name in config.sweep.suites] or [config.suite]
     cells: list[Cell] = []
     for suite in suites:
@@ -78,7 +78,8 @@ def sweep_cells(context: Context, drafter: str | None) -> list[Cell]:
                 answer_limit(asked, conversation, asked.template.first_prompt_ids(conversation))
             for temperature in config.sweep.temperatures or (config.decoding.temperature,):
                 for size in config.sweep.concurrency:
-                    cells += _group(asked, methods, counts, drafter, temperature, size)
+                    for engine, had in measured:
+                        cells += _group(asked.under(engine=engine), had, drafters, temperature, size)
     names = [cell.name for cell in cells]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
@@ -88,17 +89,56 @@ def sweep_cells(context: Context, drafter: str | None) -> list[Cell]:
     return cells
 
 
+def _had_by(
+    engine: EngineConfig,
+    config: SpectrainConfig,
+    counts: Mapping[str, Sequence[int]],
+    drafters: Mapping[str, SweptDrafter],
+) -> dict[str, Sequence[int]]:
+    """The methods that an engine has. ConfigError for one that it has not, unless others are measured with it, too."""
+    had = {}
+    for method, numbers in counts.items():
+        try:
+            check_baselines(replace(config, engine=engine), [method])
+            if engine.name != "hf" and method in drafters and not drafters[method].known_to_vllm:
+                raise ConfigError(f"vLLM has no {method} drafters: leave {method} out, or use engine=hf")
+        except ConfigError as error:
+            if engine.name == "hf" or len(config.swept_engines) == 1:
+                raise
+            say(f"note: {error}; {method} is left out with engine={engine.name}")
+        else:
+            had[method] = numbers
+    return had
+
+
+def _counts(asked: Sequence[int], drafter: SweptDrafter | None) -> tuple[int, ...]:
+    """The numbers of drafts that a method is measured with: those that its drafter can give."""
+    if drafter is None or drafter.most_drafts is None or max(asked) <= drafter.most_drafts:
+        return tuple(asked)
+    most = drafter.most_drafts
+    if len(asked) == 1 or min(asked) > most:
+        check_drafts(drafter.folder, min(asked))
+    say(f"note: the drafter in {drafter.folder} gives {most} drafts a round: it is not measured with more")
+    return tuple(n for n in asked if n <= most)
+
+
 def _group(
-    context: Context, methods: Sequence[str], counts: Sequence[int], drafter: str | None, temperature: float, size: int
+    context: Context,
+    counts: Mapping[str, Sequence[int]],
+    drafters: Mapping[str, SweptDrafter],
+    temperature: float,
+    size: int,
 ) -> Iterator[Cell]:
     suite = replace(context.config.suite, concurrency=size)
-    for method in methods:
-        for n in counts if method != NONE else counts[:1]:
+    for method, numbers in counts.items():
+        drafter = drafters.get(method)
+        named = {} if drafter is None else {"drafter": drafter.config}
+        for n in numbers if method != NONE else numbers[:1]:
             decoding = replace(context.config.decoding, num_speculative_tokens=n, temperature=temperature)
-            own = context.under(suite=suite, decoding=decoding)
-            described = conditions(own, Method(method, method == drafter), size, "")
+            own = context.under(suite=suite, decoding=decoding, **named)
+            described = conditions(own, Method(method, drafter is not None), size, "")
             name = EvaluationRecord(**vars(described), **_NOTHING_MEASURED).file_name()
-            yield Cell(method, method == drafter, own, name)
+            yield Cell(method, drafter is not None, own, name)
 
 
 _NOTHING_MEASURED: dict[str, Any] = {
@@ -169,11 +209,3 @@ def measured_cell(folder: Path, cell: Cell, inputs: str) -> EvaluationRecord | N
         say(f"sweep: {error}")
         return None
     return record if record.inputs == inputs else None
-
-
-def step_by_step(context: Context, drafter: str | None) -> tuple[str, ...]:
-    """Methods whose shorter rounds are beginnings of their longer ones."""
-    if drafter is None:
-        return ("ngram", "draft_model")
-    drafts = read_serving_config(str(context.measured_drafter)).drafts_step_by_step
-    return ("ngram", "draft_model", *((drafter,) if drafts else ()))

@@ -146,3 +146,35 @@ def test_what_cannot_be_is_said_at_once(arguments, finished, tmp_path, capsys):
         assert cli.main([command, *arguments, *options, f"run.dir={tmp_path / 'run'}"]) == 2
         assert message in capsys.readouterr().err
         assert not Path(tmp_path / "run" / "responses").exists()
+
+
+def test_one_sweep_takes_drafters_of_several_runs(finished, tmp_path, capsys):
+    """Each as its own run measured it; more drafts than a drafter has slots for are left out."""
+    run = Path(shutil.copytree(finished / "dflash", tmp_path / "run"))
+    command = [
+        *("eval", "sweep", f"run.dir={run}", "sweep.num_speculative_tokens=[3,4,6]", "suite.max_new_tokens=12"),
+        *("sweep.methods=[none,dflash,dspark,dflash2]", f"sweep.drafters=[{finished / 'dspark'}]"),
+    ]
+    both = f"sweep.drafters=[{finished / 'dspark'},{finished / 'dflash2' / 'drafter'}]"
+    assert cli.main([*command, both]) == 0
+    assert capsys.readouterr().err.count("4 drafts a round: it is not measured with more") == 3
+    found = {(r.method, r.num_speculative_tokens): r for r in read_records(run / "eval" / "sweep")}
+    assert found.keys() == {("none", 0), *((method, n) for method in METHODS for n in (3, 4))}
+    for method in METHODS:
+        (alone,) = (r for r in read_records(finished / method / "eval") if r.method == method)
+        swept = found[method, 3]
+        assert (swept.rounds, swept.accepted_tokens) == (alone.rounds, alone.accepted_tokens)
+        assert swept.simulated_acceptance_length == pytest.approx(swept.acceptance_length, abs=1e-6)
+        own = run if method == "dflash" else finished / method
+        assert swept.drafter == str(own / "drafter") and swept.output_identical is True
+    assert cli.main([*command, both]) == 0
+    assert "7 cells, 7 of them measured already" in capsys.readouterr().err
+    for wrong, named in (
+        ([], "sweep.methods: dflash2 is neither"),
+        ([f"sweep.drafters=[{finished / 'dflash'}]"], "are both dflash drafters"),
+        ([f"sweep.drafters=[{tmp_path}]"], f"sweep.drafters: {tmp_path} holds no drafter"),
+        ([both, "engine=vllm"], "vLLM has no dflash2 drafters"),
+        ([both, "sweep.num_speculative_tokens=[5,6]"], "gives 4 a round"),
+    ):
+        assert cli.main([*command, *wrong]) == 2
+        assert named in capsys.readouterr().err

@@ -187,10 +187,19 @@ def test_a_server_that_is_started_here_measures_the_same(arguments: list[str], t
     assert "vllm-eval-eagle3-1.log" in {log.name for log in (run.path / "logs").iterdir()}
 
 
-def test_a_sweep_in_vllm_counts_the_rounds_of_our_own(arguments: list[str]) -> None:
+def test_a_sweep_in_vllm_counts_the_rounds_of_our_own(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     run = run_dir(arguments)
     sweep = ["eval", "sweep", *arguments, "sweep.num_speculative_tokens=[2]", "sweep.methods=[none,ngram,eagle3]"]
-    assert main(sweep) == 0 and main([*sweep, *VLLM]) == 0
+    assert main([*sweep, "sweep.engines=[hf,vllm]", *VLLM[1:]]) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "hf and vllm have the same acceptance length, within 95 % intervals, in 2 of 2 greedy cells" in said
+    summary = run.eval / "sweep" / "summary"
+    found = json.loads((summary / "recommendation.json").read_text())["engines"]
+    assert [(cell["method"], cell["change"], cell["agrees"]) for cell in found] == [
+        ("ngram", 0.0, True),
+        ("eagle3", 0.0, True),
+    ]
+    assert {"speedup-heldout-hf.svg", "speedup-heldout-vllm.svg"} <= {path.name for path in summary.iterdir()}
     cells = {(r.engine, r.method): r for r in read_records(run.eval / "sweep")}
     assert len(cells) == 6
     for method in ("ngram", "eagle3"):

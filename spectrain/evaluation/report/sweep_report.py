@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from rich.text import Text
 
 from spectrain.config.evaluation_schema import BASELINES
 from spectrain.console import say, stdout
+from spectrain.evaluation.engine_agreement import EngineAgreement, engine_agreements
 from spectrain.evaluation.records import EvaluationRecord
 from spectrain.evaluation.report.sweep_plots import Drawing, Line, heatmap, lines, stacked_rounds
 from spectrain.evaluation.report.tables import interval_text, measured_label, number
@@ -48,6 +49,7 @@ def write_summary(
     several = len({record.suite for record in records}) > 1
     workload = advise_workload(records, shares) if several else []
     errors = prediction_errors(records, step_by_step)
+    agreements = engine_agreements(records)
     content = {
         "suites": [_advice_json(advice) for advice in suites],
         "workload": {"shares": dict(shares), "choices": [_advice_json(advice) for advice in workload]},
@@ -56,6 +58,7 @@ def write_summary(
             for key, most in pays_up_to(suites).items()
         ],
         "prediction_errors": [asdict(error) | {"relative": error.relative} for error in errors],
+        "engines": [asdict(agreement) for agreement in agreements],
     }
     text = json.dumps(with_digest(json.loads(json.dumps(content))), indent=2, ensure_ascii=False) + "\n"
     write_atomically(folder / SUMMARY, text, "the sweep's summary")
@@ -63,7 +66,7 @@ def write_summary(
     for drawing in sweep_drawings(records):
         drawing.write(folder / SUMMARY.parent)
     stdout.print(_table([*suites, *workload]))
-    for line in _sentences(suites, workload, errors):
+    for line in (*_sentences(suites, workload, errors), *_agreement_sentences(agreements)):
         say(line)
     found = workload or suites
     return max((advice.best.speedup for advice in found), default=None)
@@ -71,22 +74,25 @@ def write_summary(
 
 def markdown_table(records: Sequence[EvaluationRecord]) -> str:
     """A row a cell, for a README."""
+    several = len({record.engine for record in records}) > 1
     lines = [
-        "| suite | at a time | method | drafts | acceptance length | tokens/s | speed-up | prompts |",
-        "|---|---|---|---|---|---|---|---|",
+        f"| suite |{' engine |' * several} at a time | method | drafts | acceptance length | tokens/s | speed-up "
+        "| prompts |",
+        "|---" * (8 + several) + "|",
     ]
     order = {name: place for place, name in enumerate(BASELINES)}
     for r in sorted(
         records,
         key=lambda r: (
-            *(r.suite, r.temperature, r.context_tokens or 0, r.concurrency),
+            *(r.suite, r.temperature, r.context_tokens or 0, r.engine, r.concurrency),
             *(order.get(r.method, len(order)), r.num_speculative_tokens),
         ),
     ):
         shown = "" if r.acceptance_length is None else f"{number(r.acceptance_length)} {_in_brackets(r)}".strip()
         speed = "" if r.speedup is None else f"{number(r.speedup)}× ({interval_text(r.speedup_interval)})"
         lines.append(
-            f"| {r.suite} | {r.concurrency} | {measured_label(r.method)} | {r.num_speculative_tokens or ''} "
+            f"| {r.suite} |{f' {r.engine} |' * several} {r.concurrency} "
+            f"| {measured_label(r.method)} | {r.num_speculative_tokens or ''} "
             f"| {shown} | {number(r.output_tokens_per_s, digits=1)} | {speed} | {r.num_prompts} |"
         )
     return "\n".join(lines) + "\n"
@@ -107,7 +113,8 @@ def _advice_json(advice: Advice) -> dict[str, Any]:
 def _table(advices: Sequence[Advice]) -> Table:
     """The best choice of each group, and what the others cost."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("suite", "at a time", "recommended", "speed-up", "a wrong choice costs"):
+    several = len({advice.engine for advice in advices}) > 1
+    for name in ("suite", *(("engine",) * several), "at a time", "recommended", "speed-up", "a wrong choice costs"):
         table.add_column(name, justify="right" if name in ("at a time", "speed-up") else "left", overflow="fold")
     for advice in advices:
         # Predicted ones that look better are no choice yet: they are in the summary.
@@ -115,6 +122,7 @@ def _table(advices: Sequence[Advice]) -> Table:
         costs = ", ".join(f"{_label(choice)} {advice.cost_of(choice):.0%}" for choice in others[:6])
         table.add_row(
             _group(advice),
+            *((advice.engine,) * several),
             str(advice.concurrency),
             Text(_label(advice.best), style="bold"),
             f"{number(advice.best.speedup)}× {_bracketed(advice.best)}".strip(),
@@ -141,22 +149,25 @@ def _bracketed(choice: Choice) -> str:
 def _sentences(
     suites: Sequence[Advice], workload: Sequence[Advice], errors: Sequence[PredictionError]
 ) -> Iterator[str]:
+    several = len({advice.engine for advice in suites}) > 1
     for key, most in pays_up_to([*suites, *workload]).items():
         sizes = [a.concurrency for a in (*suites, *workload) if a.suite == key[0]]
+        where = f"{key[0]}, {key[1]}" if several else key[0]
         if most is None:
-            yield f"sweep: {key[0]}: speculation does not pay, not even with {min(sizes)} at a time"
+            yield f"sweep: {where}: speculation does not pay, not even with {min(sizes)} at a time"
         elif most < max(sizes):
-            yield f"sweep: {key[0]}: speculation pays up to {most} at a time, not above"
+            yield f"sweep: {where}: speculation pays up to {most} at a time, not above"
     for advice in (*suites, *workload):
+        group = f"{_group(advice)}, {advice.engine}" if several else _group(advice)
         if not advice.certain:
             yield (
-                f"sweep: {_group(advice)}, {advice.concurrency} at a time: whether {_label(advice.best)} is faster "
+                f"sweep: {group}, {advice.concurrency} at a time: whether {_label(advice.best)} is faster "
                 "than none is within the noise: more prompts (suite.max_prompts) would tell"
             )
         for choice in advice.choices:
             if choice.predicted and choice.speedup > advice.best.speedup:
                 yield (
-                    f"sweep: {_group(advice)}, {advice.concurrency} at a time: {_label(choice)} may be faster still: "
+                    f"sweep: {group}, {advice.concurrency} at a time: {_label(choice)} may be faster still: "
                     f"{choice.speedup:.2f}x, not measured"
                 )
     if errors:
@@ -168,19 +179,50 @@ def _sentences(
         )
 
 
+def _agreement_sentences(agreements: Sequence[EngineAgreement]) -> Iterator[str]:
+    """Of engines that measured the same greedy cells."""
+    for engines in dict.fromkeys(agreement.engines for agreement in agreements):
+        pair = [agreement for agreement in agreements if agreement.engines == engines]
+        apart = [agreement for agreement in pair if not agreement.agrees]
+        yield (
+            f"sweep: {engines[0]} and {engines[1]} have the same acceptance length, within 95 % intervals, in "
+            f"{len(pair) - len(apart)} of {len(pair)} greedy cells, and the same answers to "
+            f"{sum(cell.same_output for cell in pair)} of {sum(cell.prompts for cell in pair)} prompts"
+        )
+        for cell in apart:
+            yield (
+                f"sweep: {cell.suite}, {measured_label(cell.method)}, n = {cell.num_speculative_tokens}, "
+                f"{cell.concurrency} at a time: {number(cell.first)} with {engines[0]}, {number(cell.second)} with "
+                f"{engines[1]}"
+            )
+
+
 # --- figures ---------------------------------------------------------------------------------------------------------
 
 
 def sweep_drawings(records: Sequence[EvaluationRecord]) -> list[Drawing]:
-    """The figures that these cells give; of several temperatures, contexts and targets those of the first."""
+    """The figures that these cells give, of each engine; of several temperatures, contexts and targets those of the
+    first.
+    """
+    engines = list(dict.fromkeys(record.engine for record in records))
+    if len(engines) < 2:
+        return _drawings_of(records)
+    return [
+        replace(drawing, name=f"{drawing.name}-{engine}", title=f"{drawing.title}, engine={engine}")
+        for engine in engines
+        for drawing in _drawings_of([record for record in records if record.engine == engine])
+    ]
+
+
+def _drawings_of(records: Sequence[EvaluationRecord]) -> list[Drawing]:
     if not records:
         return []
     first = records[0]
     shown = [
         record
         for record in records
-        if (record.target, record.engine, record.temperature, record.context_tokens)
-        == (first.target, first.engine, first.temperature, first.context_tokens)
+        if (record.target, record.temperature, record.context_tokens)
+        == (first.target, first.temperature, first.context_tokens)
     ]
     least = min(record.concurrency for record in shown)
     alone = [record for record in shown if record.concurrency == least]
