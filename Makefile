@@ -11,7 +11,8 @@
 # make recipes  the table of recipes/README.md, anew
 # make reference  docs/reference.md and what docs/commands/ says of each command's keys and options, anew
 # make smoke   every recipe from end to end on a tiny target of its architecture; SAMPLE: only so many
-# make results  a sweep of methods and numbers of drafts on SmolLM2, into eval/results; SUITES and PROMPTS say of what
+# make results  a sweep of methods and numbers of drafts on SmolLM2, into eval/results; RUN_DIR, DRAFTERS, ENGINES, METHODS, DRAFTS,
+#              SUITES, PROMPTS, TOKENS and BASELINE say of what
 # make bench   speed and memory against plain reference implementations
 # make gpu-check  all that only a GPU can show, in at most ten minutes: a table to paste into an issue. Without a GPU it says so
 #
@@ -25,6 +26,12 @@ TORCH_INDEX ?=
 RUN_DIR ?= runs/quickstart
 SUITES ?= heldout,varied
 PROMPTS ?= 6
+TOKENS ?= 32
+DRAFTS ?= 1,3
+METHODS ?= eagle3,ngram,suffix,none
+DRAFTERS ?=
+ENGINES ?= hf
+BASELINE ?= interleaved
 
 BIN := .venv/bin
 READY := .venv/.ready
@@ -90,9 +97,10 @@ test-fast: setup
 # A sweep on SmolLM2 with the drafter of RUN_DIR (`make demo` trains one), and its table, records and pictures in eval/results.
 # Goes on where it was stopped.
 results: setup
-	$(BIN)/python -m spectrain eval sweep run.dir=$(RUN_DIR) 'sweep.suites=[$(SUITES)]' 'sweep.num_speculative_tokens=[1,3]' \
-	    'sweep.methods=[eagle3,ngram,suffix,none]' suite.max_prompts=$(PROMPTS) suite.max_new_tokens=32
-	rm -rf eval/results/cells && mkdir -p eval/results/cells
+	$(BIN)/python -m spectrain eval sweep run.dir=$(RUN_DIR) 'sweep.suites=[$(SUITES)]' 'sweep.num_speculative_tokens=[$(DRAFTS)]' \
+	    'sweep.methods=[$(METHODS)]' 'sweep.drafters=[$(DRAFTERS)]' 'sweep.engines=[$(ENGINES)]' sweep.baseline=$(BASELINE) \
+	    suite.max_prompts=$(PROMPTS) suite.max_new_tokens=$(TOKENS)
+	rm -rf eval/results/cells eval/results/*.svg eval/results/*.png && mkdir -p eval/results/cells
 	cp $(RUN_DIR)/eval/sweep/*.json eval/results/cells/
 	sed -i 's#"drafter": "/.*",#"drafter": "drafter",#' eval/results/cells/*.json # no path of this machine
 	cp $(RUN_DIR)/eval/sweep/summary/* eval/results/

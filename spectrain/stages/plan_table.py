@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from rich import box
 from rich.table import Table
 
@@ -59,7 +61,9 @@ def show_plan(context: Context) -> None:
                 f"characters each",
             )
         )
-    if "eval" in command.stages:
+    if command.sweeps:
+        lines += _sweep_lines(context)
+    elif "eval" in command.stages:
         lines.append(
             ("suite", f"{config.suite.name}: {config.suite.source}, at most {config.suite.max_prompts} prompts")
         )
@@ -81,6 +85,29 @@ def show_plan(context: Context) -> None:
         for line in _fitting(context):
             stdout.print(line, soft_wrap=True)
     say("everything that can be checked before work starts has been checked; nothing was written")
+
+
+def _sweep_lines(context: Context) -> list[tuple[str, str]]:
+    """What a sweep measures."""
+    config, sweep = context.config, context.config.sweep
+
+    def listed(values: Iterable[object]) -> str:
+        return ", ".join(map(str, values))
+
+    lines = [("drafter", f"beside it: {listed(sweep.drafters)}")] if sweep.drafters else []
+    lines.append(("methods", listed(sweep.methods) or "none, ngram, suffix and each drafter"))
+    lines.append(
+        ("suites", f"{listed(sweep.suites or [config.suite.name])}, at most {config.suite.max_prompts} prompts")
+    )
+    cells = {
+        "drafts": sweep.num_speculative_tokens,
+        "engines": [engine.name for engine in config.swept_engines],
+        "conversations at a time": sweep.concurrency,
+        "temperatures": [f"{warm:g}" for warm in sweep.temperatures or [config.decoding.temperature]],
+        "tokens of context": sweep.context_tokens,
+    }
+    lines.append(("", "; ".join(f"{name}: {listed(values)}" for name, values in cells.items() if values)))
+    return lines
 
 
 def _drafter_lines(context: Context) -> list[tuple[str, str]]:

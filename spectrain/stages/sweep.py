@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from spectrain.console import say
@@ -55,15 +56,7 @@ def sweep(context: Context) -> float | None:
     done = [measured_cell(folder, cell, wanted) for cell, wanted in zip(cells, inputs, strict=True)]
     say(f"sweep: {len(cells)} cells, {sum(record is not None for record in done)} of them measured already")
     todo = [(cell, wanted) for cell, wanted, record in zip(cells, inputs, done, strict=True) if record is None]
-    differences: list[tuple[str, OutputDifference]] = []
-    shown: list[Answer] = []
-    for engine in sorted(engines, key=lambda engine: engine.name == "hf"):  # vLLM before our weights are loaded
-        own = [(cell, wanted) for cell, wanted in todo if cell.context.config.engine.name == engine.name]
-        measure = _in_loop if engine.name == "hf" else _in_vllm
-        for record, found, answers in measure(context, own) if own else ():
-            record.write(folder)
-            differences += found
-            shown = answers if record.is_drafter or (not drafters and record.method != NONE) else shown
+    differences, shown = _measure(context, todo, folder)
     for name, difference in differences:
         say(f"sweep: {name}: {difference}")
     records = [
@@ -79,7 +72,44 @@ def sweep(context: Context) -> float | None:
 
 # --- measuring -------------------------------------------------------------------------------------------------------
 
-Measured = tuple[EvaluationRecord, list[tuple[str, OutputDifference]], list[Answer]]
+# A cell, its record, the answers without speculation, and its own.
+Measured = tuple[Cell, EvaluationRecord, list[Answer], list[Answer]]
+
+
+def _measure(
+    context: Context, todo: Sequence[tuple[Cell, str]], folder: Path
+) -> tuple[list[tuple[str, OutputDifference]], list[Answer]]:
+    """Writes the cells' records. Returns where answers differ from those without speculation, and answers to show: a
+    drafter's, if there are any.
+    """
+    differences: list[tuple[str, OutputDifference]] = []
+    shown: list[Answer] = []
+    drafted = any(cell.is_drafter for cell, _ in todo)
+    engines = context.config.swept_engines
+    for engine in sorted(engines, key=lambda engine: engine.name == "hf"):  # vLLM before our weights are loaded
+        parted = []
+        own = [(cell, wanted) for cell, wanted in todo if cell.context.config.engine.name == engine.name]
+        for cell, record, plain, answers in _measured(context, own):
+            record.write(folder)
+            if record.output_identical is False:
+                parted.append((cell, plain, answers))
+            shown = answers if record.is_drafter or (not drafted and record.method != NONE) else shown
+        if engine.name == "hf" or engine.quantization is None:  # else the target here is not what the engine runs
+            differences += [found for measurement in parted for found in _explained(*measurement)]
+    return differences, shown
+
+
+def _measured(context: Context, todo: Sequence[tuple[Cell, str]]) -> Iterator[Measured]:
+    """The cells of one engine."""
+    if not todo:
+        return iter(())
+    return _in_loop(context, todo) if todo[0][0].context.config.engine.name == "hf" else _in_vllm(todo)
+
+
+def _explained(cell: Cell, plain: list[Answer], answers: list[Answer]) -> list[tuple[str, OutputDifference]]:
+    """Why answers differ from those without speculation, by the target's logits here, whoever decoded."""
+    name = cell.name.removesuffix(".json")
+    return [(name, difference) for difference in output_differences(cell.context, plain, answers)]
 
 
 class _Baselines:
@@ -137,8 +167,7 @@ def _in_loop(context: Context, todo: Sequence[tuple[Cell, str]]) -> Iterator[Mea
             peak_memory_bytes=peak_memory_bytes(cell.context),
             inputs=inputs,
         )
-        parted = output_differences(cell.context, plain, answers) if record.output_identical is False else []
-        yield record, [(cell.name.removesuffix(".json"), difference) for difference in parted], answers
+        yield cell, record, plain, answers
 
 
 def engine_version_in_loop() -> str:
@@ -147,7 +176,7 @@ def engine_version_in_loop() -> str:
     return f"transformers {metadata.version('transformers')}"
 
 
-def _in_vllm(context: Context, todo: Sequence[tuple[Cell, str]]) -> Iterator[Measured]:
+def _in_vllm(todo: Sequence[tuple[Cell, str]]) -> Iterator[Measured]:
     """Configuration by configuration, no speculation first: what its cells are compared with."""
     needed = {cell.method: cell for cell, _ in todo}
     if not needed.keys() <= {NONE} and NONE not in needed:
@@ -165,7 +194,7 @@ def _in_vllm(context: Context, todo: Sequence[tuple[Cell, str]]) -> Iterator[Mea
             if (cell.method, cell.n) != opened:
                 clients.close()
                 method: VLLMMethod = vllm_method(cell.context, cell.method, cell.is_drafter)
-                clients.current = context.open_vllm(f"sweep-{cell.method}-n{cell.n}", method.args)
+                clients.current = cell.context.open_vllm(f"sweep-{cell.method}-n{cell.n}", method.args)
                 opened = cell.method, cell.n
             decode = decoder_of(cell.context, clients.current)
             size = cell.context.config.suite.concurrency
@@ -183,7 +212,7 @@ def _in_vllm(context: Context, todo: Sequence[tuple[Cell, str]]) -> Iterator[Mea
                 None if plain is None else _results(plain),
                 inputs=inputs,
             )
-            yield record, [], answers
+            yield cell, record, plain or [], answers
 
 
 def _without_speculation(cell: Cell) -> Cell:
