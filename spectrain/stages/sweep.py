@@ -56,7 +56,8 @@ def sweep(context: Context) -> float | None:
     done = [measured_cell(folder, cell, wanted) for cell, wanted in zip(cells, inputs, strict=True)]
     say(f"sweep: {len(cells)} cells, {sum(record is not None for record in done)} of them measured already")
     todo = [(cell, wanted) for cell, wanted, record in zip(cells, inputs, done, strict=True) if record is None]
-    differences, shown = _measure(context, todo, folder)
+    failed: dict[str, RunError] = {}
+    differences, shown = _measure(context, todo, folder, failed)
     for name, difference in differences:
         say(f"sweep: {name}: {difference}")
     records = [
@@ -67,6 +68,12 @@ def sweep(context: Context) -> float | None:
         write_run_report(context, read_records(context.run_dir.eval), shown)
     say(f"sweep: {folder / SUMMARY}")
     refuse_wrong_output(differences)
+    if failed:
+        method, error = next(iter(failed.items()))
+        raise RunError(
+            f"sweep: {', '.join(failed)} was not measured to the end in vLLM, {method} because of: {error}; what was "
+            "measured is kept, and the same command goes on"
+        )
     return best
 
 
@@ -77,7 +84,7 @@ Measured = tuple[Cell, EvaluationRecord, list[Answer], list[Answer]]
 
 
 def _measure(
-    context: Context, todo: Sequence[tuple[Cell, str]], folder: Path
+    context: Context, todo: Sequence[tuple[Cell, str]], folder: Path, failed: dict[str, RunError]
 ) -> tuple[list[tuple[str, OutputDifference]], list[Answer]]:
     """Writes the cells' records. Returns where answers differ from those without speculation, and answers to show: a
     drafter's, if there are any.
@@ -89,7 +96,7 @@ def _measure(
     for engine in sorted(engines, key=lambda engine: engine.name == "hf"):  # vLLM before our weights are loaded
         parted = []
         own = [(cell, wanted) for cell, wanted in todo if cell.context.config.engine.name == engine.name]
-        for cell, record, plain, answers in _measured(context, own):
+        for cell, record, plain, answers in _measured(context, own, failed):
             record.write(folder)
             if record.output_identical is False:
                 parted.append((cell, plain, answers))
@@ -99,11 +106,11 @@ def _measure(
     return differences, shown
 
 
-def _measured(context: Context, todo: Sequence[tuple[Cell, str]]) -> Iterator[Measured]:
+def _measured(context: Context, todo: Sequence[tuple[Cell, str]], failed: dict[str, RunError]) -> Iterator[Measured]:
     """The cells of one engine."""
     if not todo:
         return iter(())
-    return _in_loop(context, todo) if todo[0][0].context.config.engine.name == "hf" else _in_vllm(todo)
+    return _in_loop(context, todo) if todo[0][0].context.config.engine.name == "hf" else _in_vllm(todo, failed)
 
 
 def _explained(cell: Cell, plain: list[Answer], answers: list[Answer]) -> list[tuple[str, OutputDifference]]:
@@ -176,8 +183,10 @@ def engine_version_in_loop() -> str:
     return f"transformers {metadata.version('transformers')}"
 
 
-def _in_vllm(todo: Sequence[tuple[Cell, str]]) -> Iterator[Measured]:
-    """Configuration by configuration, no speculation first: what its cells are compared with."""
+def _in_vllm(todo: Sequence[tuple[Cell, str]], failed: dict[str, RunError]) -> Iterator[Measured]:
+    """Configuration by configuration, no speculation first: what its cells are compared with. A method whose vLLM does
+    not start, or dies, is put into ``failed``, and the others go on.
+    """
     needed = {cell.method: cell for cell, _ in todo}
     if not needed.keys() <= {NONE} and NONE not in needed:
         say("sweep: no speculation is measured again, for this run's other cells to be compared with")
@@ -191,16 +200,24 @@ def _in_vllm(todo: Sequence[tuple[Cell, str]]) -> Iterator[Measured]:
     opened: tuple[str, int] | None = None
     with _clients() as clients:
         for cell, inputs in asked:
-            if (cell.method, cell.n) != opened:
-                clients.close()
-                method: VLLMMethod = vllm_method(cell.context, cell.method, cell.is_drafter)
-                clients.current = cell.context.open_vllm(f"sweep-{cell.method}-n{cell.n}", method.args)
-                opened = cell.method, cell.n
-            decode = decoder_of(cell.context, clients.current)
+            if cell.method in failed:
+                continue
             size = cell.context.config.suite.concurrency
-            answers, _ = answer_in_turns(
-                cell.context, suite_prompts(cell.context), [decode], size, f"{cell.method} (vLLM)"
-            )[0]
+            try:
+                if (cell.method, cell.n) != opened:
+                    clients.close()
+                    method: VLLMMethod = vllm_method(cell.context, cell.method, cell.is_drafter)
+                    clients.current = cell.context.open_vllm(f"sweep-{cell.method}-n{cell.n}", method.args)
+                    opened = cell.method, cell.n
+                decode = decoder_of(cell.context, clients.current)
+                asks = suite_prompts(cell.context)
+                answers, _ = answer_in_turns(cell.context, asks, [decode], size, f"{cell.method} (vLLM)")[0]
+            except RunError as error:
+                if cell.method == NONE:  # what all others are compared with
+                    raise
+                say(f"sweep: {cell.name.removesuffix('.json')}: {error}")
+                failed[cell.method] = error
+                continue
             if cell.method == NONE:
                 baselines.put(cell, answers)
             if inputs is None:

@@ -16,8 +16,10 @@ from tiny import tiny_target
 
 from spectrain.cli import main
 from spectrain.engines.vllm.args import vllm_version
+from spectrain.errors import RunError
 from spectrain.evaluation.records import EvaluationRecord, read_records
 from spectrain.stages import eval_parity as stage
+from spectrain.stages.context import Context
 from spectrain.stages.eval_parity import parity_record
 from spectrain.stages.run_dir import RunDir
 
@@ -187,11 +189,29 @@ def test_a_server_that_is_started_here_measures_the_same(arguments: list[str], t
     assert "vllm-eval-eagle3-1.log" in {log.name for log in (run.path / "logs").iterdir()}
 
 
-def test_a_sweep_in_vllm_counts_the_rounds_of_our_own(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_in_vllm_counts_the_rounds_of_our_own(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = run_dir(arguments)
     sweep = ["eval", "sweep", *arguments, "sweep.num_speculative_tokens=[2]", "sweep.methods=[none,ngram,eagle3]"]
-    assert main([*sweep, "sweep.engines=[hf,vllm]", *VLLM[1:]]) == 0
+    sweep += ["sweep.engines=[hf,vllm]", *VLLM[1:]]
+    opened = Context.open_vllm
+
+    def dies(context: Context, purpose: str, *others: Any) -> Any:
+        if purpose == "sweep-ngram-n2":
+            raise RunError("vLLM ended")
+        return opened(context, purpose, *others)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Context, "open_vllm", dies)
+        assert main(sweep) == 1
+    assert "ngram was not measured to the end in vLLM" in " ".join(capsys.readouterr().err.split())
+    kept = {path: path.read_bytes() for path in (run.eval / "sweep").glob("*.json")}
+    assert len(kept) == 5
+    assert main(sweep) == 0
+    assert all(path.read_bytes() == content for path, content in kept.items())
     said = " ".join(capsys.readouterr().err.split())
+    assert "6 cells, 5 of them measured already" in said
     assert "hf and vllm have the same acceptance length, within 95 % intervals, in 2 of 2 greedy cells" in said
     summary = run.eval / "sweep" / "summary"
     found = json.loads((summary / "recommendation.json").read_text())["engines"]
