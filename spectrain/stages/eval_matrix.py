@@ -56,6 +56,8 @@ def measuring_config(run: Path, suites: Sequence[str], overrides: Sequence[str])
         config.sweep,
         suites=tuple(suites),
         methods=(read_method(run / "drafter"),),
+        drafters=(),
+        engines=(),
         num_speculative_tokens=(drafts,),
         concurrency=(config.suite.concurrency,),
         temperatures=(),
