@@ -255,6 +255,27 @@ MUTATIONS = (
         ("tests/unit/test_sweep_advice.py",),
     ),
     Mutation(
+        "engines are compared over cells of another number of drafts",
+        EVALUATION + "engine_agreement.py",
+        "record.method, record.num_speculative_tokens)",
+        "record.method)",
+        ("tests/unit/test_engine_agreement.py",),
+    ),
+    Mutation(
+        "engines agree wherever they differ by chance in one answer alone",
+        EVALUATION + "engine_agreement.py",
+        "not length.certain if length.interval is not None else length.change == 0",
+        "not length.certain",
+        ("tests/unit/test_engine_agreement.py",),
+    ),
+    Mutation(
+        "a drafter of a sweep drafts in another's cells",
+        "spectrain/stages/sweep.py",
+        "drafter = loaded.get(cell.method)",
+        "drafter = next(iter(loaded.values())) if cell.is_drafter else None",
+        ("tests/pipeline/test_block_stages.py::test_one_sweep_takes_drafters_of_several_runs",),
+    ),
+    Mutation(
         "the two sides of a comparison are not drawn together",
         EVALUATION + "compare_records.py",
         "sums_Rk = resampled_sums(figures.tolist())",
