@@ -11,16 +11,12 @@ record says whether they are.
 from __future__ import annotations
 
 import json
-import resource
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from spectrain.config.evaluation_schema import BASELINES
 from spectrain.config.schema import SpectrainConfig
@@ -72,6 +68,7 @@ from spectrain.stages.answer_suite import (
 from spectrain.stages.baselines import baseline_proposer
 from spectrain.stages.context import Context
 from spectrain.stages.eval_vllm import engine_version, measure_with_vllm
+from spectrain.stages.peak_memory import forget_peak, peak_memory_bytes
 from spectrain.stages.run_dir import Decision, Inputs
 from spectrain.stages.run_report import Answer, write_run_report
 from spectrain.stages.sampled_outputs import SampledOutputs, refuse_wrong_distribution
@@ -231,6 +228,7 @@ def _measure(context: Context) -> Measurement:
         for method in _methods(context, drafter, size):
             name = method.name if method.policy == FIXED else f"{method.name} {method.policy}"
             decode = partial(decode_in_loop, context, method)
+            forget_peak(context.model.device)
             answers, timing = answer_all(context, conversations, decode, size, name)
             results = [answer.result for answer in answers]
             all_drafts = method.is_drafter and method.policy == FIXED
@@ -244,7 +242,7 @@ def _measure(context: Context) -> Measurement:
                 if method.proposer is not None and timing.rounds
                 else None,
                 verify_s_per_round=timing.verify_s / timing.rounds if timing.rounds else None,
-                peak_memory_bytes=peak_memory_bytes(context),
+                peak_memory_bytes=peak_memory_bytes(context.model.device),
                 confidence=confidence_stats(
                     rounds, config.decoding.num_speculative_tokens, drafter.temperatures, context.eos_ids
                 ),
@@ -304,11 +302,3 @@ def decode_in_loop(
     )
     generation = speculative_generate(context.model, method.proposer, prompts, settings, on_tokens)
     return generation.results, generation.timing
-
-
-def peak_memory_bytes(context: Context) -> int:
-    """Of this process so far, on the device that holds the target."""
-    if context.model.device.type == "cuda":
-        return torch.cuda.max_memory_allocated(context.model.device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

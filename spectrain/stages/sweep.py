@@ -33,8 +33,9 @@ from spectrain.stages.answer_suite import (
 )
 from spectrain.stages.baselines import baseline_proposer
 from spectrain.stages.context import Context
-from spectrain.stages.eval import LoopMethod, decode_in_loop, peak_memory_bytes
+from spectrain.stages.eval import LoopMethod, decode_in_loop
 from spectrain.stages.eval_vllm import VLLMMethod, decoder_of, engine_version, vllm_method
+from spectrain.stages.peak_memory import forget_peak, peak_memory_bytes
 from spectrain.stages.run_report import Answer, write_run_report
 from spectrain.stages.sweep_cells import NONE, Cell, cell_inputs, measured_cell, sweep_cells
 from spectrain.stages.swept_drafters import step_by_step, swept_drafters
@@ -157,6 +158,7 @@ def _in_loop(context: Context, todo: Sequence[tuple[Cell, str]]) -> Iterator[Mea
             methods.append(LoopMethod(cell.method, cell.is_drafter, proposer=proposer))
         size = cell.context.config.suite.concurrency
         decodes: list[Decode] = [partial(decode_in_loop, cell.context, method) for method in methods]
+        forget_peak(context.model.device)
         found = answer_in_turns(cell.context, conversations, decodes, size, cell.method)
         if plain is None:
             plain = found[0][0]
@@ -171,7 +173,7 @@ def _in_loop(context: Context, todo: Sequence[tuple[Cell, str]]) -> Iterator[Mea
             simulated,
             draft_s_per_round=timing.draft_s / timing.rounds if cell.method != NONE and timing.rounds else None,
             verify_s_per_round=timing.verify_s / timing.rounds if timing.rounds else None,
-            peak_memory_bytes=peak_memory_bytes(cell.context),
+            peak_memory_bytes=peak_memory_bytes(context.model.device),
             inputs=inputs,
         )
         yield cell, record, plain, answers

@@ -66,7 +66,14 @@ def test_the_summary_recommends_for_each_suite_and_for_the_workload(swept):
                 key = (advice["suite"], advice["concurrency"], choice["method"], choice["num_speculative_tokens"])
                 assert records[key].speedup == choice["speedup"]
     pictures = {path.name for path in folder.iterdir()}
-    for name in ("positions-heldout", "speedup-others", "concurrency-heldout", "rounds-others", "suites-eagle3"):
+    for name in (
+        "positions-heldout",
+        "speedup-others",
+        "concurrency-heldout",
+        "rounds-others",
+        "suites-eagle3",
+        "memory",
+    ):
         assert {f"{name}.svg", f"{name}.png"} <= pictures
     page = (run_dir / "report.html").read_text()
     assert "Speed-up by number of drafts, others" in page and "<h2>Examples" in page

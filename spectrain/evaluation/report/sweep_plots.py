@@ -38,6 +38,7 @@ PAPER = {INK: "#171a1d", MUTED: "#5c656e", RULE: "#e2e5e8", ACCENT: "#08775a", P
 _MARKS = ("o", "s", "^", "D", "v", "P", "X", "*")
 _DASHES = ("-", "--", ":", "-.")
 _HATCHES = ("", "///", "...")
+_LABEL_POINTS = 11.0  # from one name to the next
 
 
 @dataclass(frozen=True)
@@ -169,21 +170,33 @@ def lines(
             for x, _, interval in line.points:
                 if interval is not None:
                     axes.plot([x, x], interval, color=colour, linewidth=4, alpha=0.25, solid_capstyle="round")
-            axes.annotate(
-                line.name,
-                (xs[-1], ys[-1]),
-                (6, 0),
-                textcoords="offset points",
-                va="center",
-                fontweight="bold" if line.main else "normal",
-                color=INK if line.main else MUTED,
-            )
         _x_axis(axes, sorted({point[0] for line in series for point in line.points}), log)
         axes.set_xlabel(x_label)
+        _name_ends(axes, series)
         return figure
 
     words = "; ".join(f"{line.name} " + ", ".join(f"{x:g}: {y:.2f}" for x, y, _ in line.points) for line in series)
     return Drawing(name, title, note, f"{title}: {words}", draw)
+
+
+def _name_ends(axes: Axes, series: Sequence[Line]) -> None:
+    """Each line's name behind its last point, moved up as far as the name below it asks for."""
+    points_a_pixel = 72.0 / axes.figure.dpi
+    ends = [(line, line.points[-1][:2]) for line in series]
+    heights = {line.name: float(axes.transData.transform(end)[1]) * points_a_pixel for line, end in ends}
+    lowest = -math.inf
+    for line, end in sorted(ends, key=lambda pair: heights[pair[0].name]):
+        place = max(heights[line.name], lowest)
+        lowest = place + _LABEL_POINTS
+        axes.annotate(
+            line.name,
+            end,
+            (6, place - heights[line.name]),
+            textcoords="offset points",
+            va="center",
+            fontweight="bold" if line.main else "normal",
+            color=INK if line.main else MUTED,
+        )
 
 
 def _x_axis(axes: Axes, values: Sequence[float], log: bool) -> None:
@@ -197,6 +210,25 @@ def _x_axis(axes: Axes, values: Sequence[float], log: bool) -> None:
     axes.set_xlim(
         *((low / 1.15, high * (high / low) ** 0.45 * 1.3) if log else (low - 0.3, high + 0.45 * (high - low) + 0.7))
     )
+
+
+def bars(name: str, title: str, note: str, x_label: str, rows: Sequence[tuple[str, float, bool]]) -> Drawing:
+    """A bar a row (label, value, whether in the accent colour), its figure behind it."""
+
+    def draw() -> Figure:
+        figure, axes = canvas(height_in=0.7 + 0.34 * len(rows))
+        for y, (_, value, main) in enumerate(rows):
+            axes.barh(y, value, height=0.56, color=ACCENT if main else PLAIN)
+            axes.annotate(f"{value:.2f}", (value, y), (5, 0), textcoords="offset points", va="center")
+        axes.set_yticks(range(len(rows)), [label for label, *_ in rows])
+        axes.set_ylim(len(rows) - 0.4, -0.6)
+        axes.set_xlim(0, 1.15 * max(value for _, value, _ in rows) or 1)
+        axes.set_xlabel(x_label)
+        axes.grid(visible=False, axis="y")
+        return figure
+
+    words = "; ".join(f"{label} {value:.2f}" for label, value, _ in rows)
+    return Drawing(name, title, note, f"{title}, {x_label}: {words}", draw)
 
 
 def stacked_rounds(name: str, title: str, rows: Sequence[tuple[str, Sequence[float]]], parts: Sequence[str]) -> Drawing:

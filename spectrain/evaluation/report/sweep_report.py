@@ -19,7 +19,7 @@ from spectrain.config.evaluation_schema import BASELINES
 from spectrain.console import say, stdout
 from spectrain.evaluation.engine_agreement import EngineAgreement, engine_agreements
 from spectrain.evaluation.records import EvaluationRecord
-from spectrain.evaluation.report.sweep_plots import Drawing, Line, heatmap, lines, stacked_rounds
+from spectrain.evaluation.report.sweep_plots import Drawing, Line, bars, heatmap, lines, stacked_rounds
 from spectrain.evaluation.report.tables import interval_text, measured_label, number
 from spectrain.evaluation.sweep_advice import (
     NONE,
@@ -226,7 +226,7 @@ def _drawings_of(records: Sequence[EvaluationRecord]) -> list[Drawing]:
     ]
     least = min(record.concurrency for record in shown)
     alone = [record for record in shown if record.concurrency == least]
-    return [*_heatmaps(alone), *_by_drafts(alone), *_by_concurrency(shown), *_rounds(alone)]
+    return [*_heatmaps(alone), *_by_drafts(alone), *_by_concurrency(shown), *_rounds(alone), *_memory(alone)]
 
 
 def _heatmaps(records: Sequence[EvaluationRecord]) -> Iterator[Drawing]:
@@ -301,6 +301,18 @@ def _rounds(records: Sequence[EvaluationRecord]) -> Iterator[Drawing]:
         if rows:
             parts = ("drafting", "verification", "rest")
             yield stacked_rounds(f"rounds-{suite}", f"Where a round's time goes, {suite}", rows, parts)
+
+
+def _memory(records: Sequence[EvaluationRecord]) -> Iterator[Drawing]:
+    most: dict[str, tuple[int, bool]] = {}
+    for record in records:
+        if record.peak_memory_bytes is not None:
+            known, _ = most.get(record.method, (0, False))
+            most[record.method] = max(known, record.peak_memory_bytes), record.is_drafter
+    if most:
+        rows = [(_short(method), peak / 1e9, main) for method, (peak, main) in most.items()]
+        note = "of the process, on the target's device, with the weights of all drafters of the sweep"
+        yield bars("memory", "Peak memory by method", note, "GB", rows)
 
 
 def _rest_s(record: EvaluationRecord) -> float:
