@@ -27,13 +27,15 @@ from spectrain.drafters.serving_config import read_serving_config
 from spectrain.engines.vllm.args import vllm_version
 from spectrain.engines.vllm.requests import Request, VLLMClient, completions_in_order, placed_rounds
 from spectrain.errors import RunError
-from spectrain.evaluation.records import UNTUNED, EvaluationRecord, PromptResult, build_record
+from spectrain.evaluation.lossless import OutputDifference
+from spectrain.evaluation.records import UNTUNED, EvaluationRecord, build_record
 from spectrain.stages.answer_suite import (
     Measurement,
     Method,
     answer_all,
     conditions,
     load_measured_drafter,
+    output_differences,
     simulate_same_prompts,
     suite_prompts,
 )
@@ -65,7 +67,8 @@ def measure_with_vllm(context: Context) -> Measurement:
     version = engine_version(context)
     records: list[EvaluationRecord] = []
     shown: tuple[EvaluationRecord, list[Answer]] | None = None
-    baselines: dict[int, list[PromptResult]] = {}
+    baselines: dict[int, list[Answer]] = {}
+    parted: list[tuple[str, list[Answer], list[Answer]]] = []
     sampled = SampledOutputs(context, conversations)
     for method in _methods(context):
         client = context.open_vllm(f"eval-{method.name}", method.args)
@@ -85,7 +88,7 @@ def measure_with_vllm(context: Context) -> Measurement:
                 record = build_record(
                     conditions(context, method, size, version),
                     results,
-                    baselines.get(size),
+                    [answer.result for answer in baselines[size]] if size in baselines else None,
                     simulated,
                     output_distribution_p=sampled.add(method.name, decode)
                     if size == context.config.batch_sizes[0]
@@ -93,15 +96,30 @@ def measure_with_vllm(context: Context) -> Measurement:
                 )
                 record.write(context.run_dir.eval)
                 records.append(record)
+                if record.output_identical is False:
+                    parted.append((f"{method.name} (vLLM)", baselines[size], answers))
                 if method.name == "none":
-                    baselines[size] = results
+                    baselines[size] = answers
                 elif method.is_drafter and shown is None:
                     shown = record, answers
         finally:
             client.close()
     if shown is None:
         raise RunError("nothing was measured")
-    return Measurement(records, *shown, sampled=tuple(sampled.tests))
+    return Measurement(records, *shown, _explained(context, parted), tuple(sampled.tests))
+
+
+def _explained(
+    context: Context, parted: Sequence[tuple[str, list[Answer], list[Answer]]]
+) -> tuple[tuple[str, OutputDifference], ...]:
+    """Why answers differ from those without speculation, by the target's logits here, now that no vLLM holds the
+    device. A target that vLLM quantises as it loads it is another one than ours, and says nothing of its answers.
+    """
+    if context.config.engine.quantization is not None:
+        return ()
+    return tuple(
+        (name, found) for name, plain, answers in parted for found in output_differences(context, plain, answers)
+    )
 
 
 def _servers(engine: EngineConfig) -> int:
