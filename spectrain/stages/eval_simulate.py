@@ -23,13 +23,16 @@ from spectrain.data.hidden_states import INDEX_NAME, HiddenStateSource, TargetSt
 from spectrain.data.loss_mask import generated_ranges
 from spectrain.data.prompts import Conversation
 from spectrain.data.responses import ResponseStore
+from spectrain.decoding.scheduler import FIXED
 from spectrain.drafters.drafter import Drafter
 from spectrain.drafters.drafter_folder import read_method
 from spectrain.drafters.serving_config import drafter_digest
 from spectrain.errors import InputError
+from spectrain.evaluation.records import EvaluationRecord, Interval, read_records
 from spectrain.evaluation.report.simulation_plots import simulation_drawings
 from spectrain.evaluation.report.tables import interval_text, number, share_text
 from spectrain.evaluation.simulation_tables import Figures, SimulatedText, as_json, figures, tables
+from spectrain.evaluation.suites import HELDOUT
 from spectrain.files import with_digest, write_atomically
 from spectrain.stages import capture
 from spectrain.stages.answer_suite import load_measured_drafter, simulate_documents
@@ -37,6 +40,11 @@ from spectrain.stages.context import Context
 from spectrain.target.model import choose_device
 from spectrain.training.simulated_acceptance import SimulatedAcceptance
 
+# Of a record, what is written beside the simulation.
+_MEASURED = (
+    *("engine", "engine_version", "num_speculative_tokens", "num_prompts", "max_new_tokens", "concurrency"),
+    *("rounds", "acceptance_length", "acceptance_length_interval", "acceptance_per_position"),
+)
 _MOST_DRAFTS = 8  # simulated at least, where a drafter sets no limit
 
 
@@ -44,6 +52,7 @@ def simulate_answers(context: Context) -> float | None:
     """Simulate the held-out answers; writes a file in ``eval/simulation/``. Returns the acceptance length."""
     start_s = time.perf_counter()
     config = context.config
+    measured = _measured(context)
     drafter = load_measured_drafter(context, choose_device(config.target.device))
     conversations = dict(zip(context.splits, _asked(context), strict=True))
     keys = [key for key, split in context.splits.items() if split == "heldout"]
@@ -70,12 +79,13 @@ def simulate_answers(context: Context) -> float | None:
         "all": asdict(whole),
         "acceptance_length_by_n": simulated.length_by_n,
         "parts": as_json(parts),
+        "measured": [{name: getattr(record, name) for name in _MEASURED} for record in measured],
     }
     file = context.run_dir.eval / "simulation" / f"{method}-n{n}-t{config.decoding.temperature:g}.json"
     write_atomically(file, json.dumps(with_digest(written), indent=2, ensure_ascii=False) + "\n", "a simulation")
     for drawing in simulation_drawings(method, whole, parts, simulated.length_by_n):
         drawing.write(file.parent)
-    stdout.print(_table(whole, parts, simulated.length_by_n))
+    stdout.print(_table(whole, parts, simulated.length_by_n, measured))
     say(f"simulate: {len(texts)} answers in {seconds:.1f} s, {file}")
     return whole.acceptance_length
 
@@ -141,7 +151,22 @@ def _texts(
         yield SimulatedText(states.key, kinds.get(states.key.partition("-")[0]), store.splits[number_], starts, rounds)
 
 
-def _table(whole: Figures, parts: dict[str, list[Figures]], by_n: Sequence[float]) -> Group:
+def _measured(context: Context) -> list[EvaluationRecord]:
+    """What decoding gave with this drafter on held-out prompts of this run, wherever it ran, as it is simulated."""
+    decoding, name = context.config.decoding, context.measured_drafter_name
+    found = [*read_records(context.run_dir.eval), *read_records(context.run_dir.eval / "sweep")]
+    conditions = (decoding.temperature, decoding.top_p, decoding.top_k, decoding.proposal_policy)
+    return [
+        record
+        for record in found
+        if (record.drafter, record.suite, record.draft_policy) == (name, HELDOUT, FIXED)
+        and (record.temperature, record.top_p, record.top_k, record.proposal_policy) == conditions
+    ]
+
+
+def _table(
+    whole: Figures, parts: dict[str, list[Figures]], by_n: Sequence[float], measured: Sequence[EvaluationRecord]
+) -> Group:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("", "rounds", "acceptance length", "by position"):
         table.add_column(name, justify="left" if not name else "right")
@@ -152,15 +177,28 @@ def _table(whole: Figures, parts: dict[str, list[Figures]], by_n: Sequence[float
             table.add_row(Text(name, style="dim"), "", "", "")
             for line in lines:
                 table.add_row(*_cells(line))
+    if measured:
+        table.add_section()
+        table.add_row(Text("measured by decoding", style="dim"), "", "", "")
+    for record in measured:
+        table.add_row(
+            f"{record.engine}, n = {record.num_speculative_tokens}, {record.num_prompts} prompts",
+            f"{record.rounds:,}",
+            f"{number(record.acceptance_length)}{_bracketed(record.acceptance_length_interval)}",
+            " ".join(map(share_text, record.acceptance_per_position)),
+        )
     lengths = "  ".join(f"{n}: {number(length)}" for n, length in enumerate(by_n, start=1))
     return Group(table, Text(f"acceptance length by number of drafts  {lengths}"))
 
 
 def _cells(line: Figures) -> tuple[str, str, str, str]:
-    interval = f" ({interval_text(line.interval)})" if line.interval else ""
     return (
         line.name,
         f"{line.rounds:,}",
-        f"{number(line.acceptance_length)}{interval}",
+        f"{number(line.acceptance_length)}{_bracketed(line.interval)}",
         " ".join(map(share_text, line.acceptance_per_position)),
     )
+
+
+def _bracketed(interval: Interval | None) -> str:
+    return f" ({interval_text(interval)})" if interval else ""

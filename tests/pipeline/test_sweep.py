@@ -136,6 +136,13 @@ def test_simulation_is_what_the_loop_measures(run_dir, capsys):
     assert found["acceptance_length_by_n"][measured.num_speculative_tokens - 1] == pytest.approx(
         measured.acceptance_length
     )
+    (beside,) = (
+        line
+        for line in found["measured"]
+        if (line["engine"], line["num_prompts"], line["num_speculative_tokens"]) == ("hf", 6, 3)
+    )
+    assert (beside["rounds"], beside["acceptance_length"]) == (measured.rounds, measured.acceptance_length)
+    assert "hf, n = 3, 6 prompts" in " ".join(capsys.readouterr().out.split())
     assert {"eagle3-drafts.svg", "eagle3-drafts.png"} <= {path.name for path in file.parent.iterdir()}
     for lines in found["parts"].values():
         assert sum(line["rounds"] for line in lines) == measured.rounds
