@@ -15,7 +15,7 @@ from spectrain.drafters.drafter_folder import read_method
 from spectrain.errors import ConfigError, InputError
 from spectrain.evaluation.compare_records import records_of
 from spectrain.evaluation.data_matrix import DataMatrix, data_matrices
-from spectrain.evaluation.report.matrix_report import NAME, terminal_table, write_files
+from spectrain.evaluation.report.matrix_report import NAME, position_drawings, terminal_table, write_files
 
 _OVERRIDE = re.compile(r"[a-z][a-z_.]*=")
 
@@ -70,7 +70,15 @@ def measuring_config(run: Path, suites: Sequence[str], overrides: Sequence[str])
 def show_matrix(runs: dict[str, Path], suites: Sequence[str], out: str | None) -> list[DataMatrix]:
     """Prints the matrix of what was measured, and writes it to ``out``."""
     records = {name: records_of(str(path)) for name, path in runs.items()}
-    matrices = data_matrices(records, [_suite_name(entry) for entry in suites])
+    named = [_suite_name(entry) for entry in suites]
+    if out is not None:
+        for drawing in position_drawings(records, named):
+            drawing.write(Path(out).expanduser())
+            say(f"matrix: {Path(out) / drawing.name}.svg and .png")
+        if len({record.target for found in records.values() for record in found}) == len(runs):
+            say("matrix: each run has a target of its own, so their figures are drawn, not compared")
+            return []
+    matrices = data_matrices(records, named)
     for number, matrix in enumerate(matrices, start=1):
         stdout.print(terminal_table(matrix))
         for suite in matrix.own_prompts:

@@ -52,7 +52,8 @@ def test_what_is_missing_is_measured_once_and_the_matrix_shows_it(mixes, tmp_pat
             assert text.strip("*").startswith(f"{taus[row[0], suite]:.2f} (")
             assert text.startswith("**") == (taus[row[0], suite] == max(taus[run, suite] for run in RUNS))
     assert (tmp_path / "out" / "data-matrix.png").read_bytes().startswith(b"\x89PNG")
-    assert "<svg" in (tmp_path / "out" / "data-matrix.svg").read_text()
+    for name in ("data-matrix", "positions-few", "positions-more"):
+        assert "<svg" in (tmp_path / "out" / f"{name}.svg").read_text()
     before = {path: path.stat().st_mtime_ns for path in cells(runs).values()}
     assert cli.main(command) == 0
     assert {path: path.stat().st_mtime_ns for path in cells(runs).values()} == before

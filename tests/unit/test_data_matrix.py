@@ -11,7 +11,7 @@ from spectrain.errors import InputError
 from spectrain.evaluation.data_matrix import data_matrices
 from spectrain.evaluation.prompt_figures import PromptFigures
 from spectrain.evaluation.records import EvaluationRecord
-from spectrain.evaluation.report.matrix_report import markdown
+from spectrain.evaluation.report.matrix_report import markdown, position_drawings
 
 
 def measured(suite: str, accepted: list[int], **changes: object) -> EvaluationRecord:
@@ -72,3 +72,15 @@ def test_what_is_no_drafter_of_the_run_has_no_cell():
     ours = replace(measured("x", [1, 2]), acceptance_length=1.5)
     (matrix,) = data_matrices({"a": [ours, *others], "b": [measured("x", [8, 8])]})
     assert matrix.cells["a"]["x"].tau == 1.5 and not matrix.cells["a"]["x"].best
+
+
+def test_targets_methods_and_positions_are_one_heatmap_a_suite():
+    short = measured("x", [5, 6], num_speculative_tokens=1, acceptance_per_position=(0.9,))
+    longer = measured("x", [5, 6], target="org/one", acceptance_per_position=(0.8, 0.4, 0.2))
+    other = replace(longer, target="org/two", method="dflash", acceptance_per_position=(0.6, 0.3, 0.1))
+    runs = {"a": [longer, replace(short, target="org/one")], "b": [other], "c": [replace(other, suite="y"), longer]}
+    drawings = {drawing.name: drawing for drawing in position_drawings(runs, [])}
+    assert drawings.keys() == {"positions-x", "positions-y"}
+    told = drawings["positions-x"].description.split(": ", 1)[1].split("; ")
+    assert told == ["one, EAGLE-3, a .80 .40 .20", "one, EAGLE-3, c .80 .40 .20", "two, DFlash .60 .30 .10"]
+    assert [drawing.name for drawing in position_drawings(runs, ["y"])] == ["positions-y"]

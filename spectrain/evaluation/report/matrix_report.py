@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -10,8 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from spectrain.evaluation.data_matrix import DataMatrix, MatrixCell
-from spectrain.evaluation.report.sweep_plots import Drawing, HeatCell, heatmap_figure
-from spectrain.evaluation.report.tables import MISSING, interval_text, number, shared_conditions
+from spectrain.evaluation.records import EvaluationRecord
+from spectrain.evaluation.report.sweep_plots import Drawing, HeatCell, heatmap, heatmap_figure
+from spectrain.evaluation.report.tables import MISSING, interval_text, measured_label, number, shared_conditions
 from spectrain.files import write_atomically
 
 _CAPTION = (
@@ -19,6 +21,7 @@ _CAPTION = (
     "(differences prompt by prompt)"
 )
 NAME = "data-matrix"  # of the files
+POSITIONS = "positions"  # what names of the heatmaps begin with
 
 
 def conditions_line(matrix: DataMatrix) -> str:
@@ -88,6 +91,33 @@ def drawing(matrix: DataMatrix, name: str = NAME) -> Drawing:
     )
     title = "Acceptance length by training run and suite"
     return Drawing(name, title, conditions_line(matrix), f"{title}: {words}", draw)
+
+
+def position_drawings(runs: Mapping[str, Sequence[EvaluationRecord]], suites: Sequence[str]) -> Iterator[Drawing]:
+    """For each suite a heatmap target × method × draft position of all runs' drafters, whatever their conditions: each
+    with its longest rounds. ``suites``: those that are drawn; none: all.
+    """
+    longest = {
+        (run, record.suite, record.method): record
+        for run, record in _by_drafts(runs)
+        if not suites or record.suite in suites
+    }
+    for suite in dict.fromkeys(suite for _, suite, _ in longest):
+        column = [(run, record) for (run, other, _), record in longest.items() if other == suite]
+        names = [f"{Path(r.target).name}, {measured_label(r.method).removesuffix(' drafter')}" for _, r in column]
+        rows = [
+            (name if names.count(name) == 1 else f"{name}, {run}", record.acceptance_per_position)
+            for name, (run, record) in sorted(zip(names, column, strict=True), key=lambda pair: pair[0])
+        ]
+        yield heatmap(f"{POSITIONS}-{suite}", f"Acceptance by target, method and position, {suite}", rows)
+
+
+def _by_drafts(runs: Mapping[str, Sequence[EvaluationRecord]]) -> Iterator[tuple[str, EvaluationRecord]]:
+    """The records of drafters with their runs, those with fewer drafts first."""
+    for run, records in runs.items():
+        drafters = [record for record in records if record.is_drafter and record.acceptance_per_position]
+        for record in sorted(drafters, key=lambda record: record.num_speculative_tokens):
+            yield run, record
 
 
 def write_files(matrix: DataMatrix, folder: Path, name: str = NAME) -> None:
