@@ -150,7 +150,7 @@ def _in_loop(context: Context, todo: Sequence[tuple[Cell, str]]) -> Iterator[Mea
     for number, (cell, inputs) in enumerate(todo, start=1):
         say(f"sweep: {number} of {len(todo)}, {cell.name.removesuffix('.json')}")
         conversations = suite_prompts(cell.context)
-        plain = baselines.get(cell) if shared else None
+        plain = baselines.get(cell) if shared and cell.method != NONE else None
         drafter = loaded.get(cell.method)
         methods = [] if plain is not None else [LoopMethod(NONE)]
         if cell.method != NONE:

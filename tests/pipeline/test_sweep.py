@@ -178,7 +178,12 @@ def test_a_sweep_of_methods_that_need_no_drafter_needs_none(arguments, tmp_path,
     run_dir = tmp_path / "new"
     command = [
         *("eval", "sweep", *arguments, f"run.dir={run_dir}", "sweep.num_speculative_tokens=[2]"),
-        *("sweep.methods=[ngram,suffix,none]", "suite.max_prompts=2", "suite.max_new_tokens=8"),
+        *(
+            "sweep.methods=[ngram,suffix,none]",
+            "suite.max_prompts=2",
+            "suite.max_new_tokens=8",
+            "sweep.baseline=shared",
+        ),
     ]
     assert cli.main([*command, "--dry-run"]) == 0
     assert "ngram, suffix, none" in capsys.readouterr().out and not run_dir.exists()
