@@ -59,6 +59,10 @@ class SweepConfig(Section, name="sweep"):
         "prompt; shared: one measurement for all cells of the same suite and concurrency, half the time but at the "
         "mercy of what else the machine does",
     )
+    measure: bool = key(
+        True,
+        "measure the cells that are not there yet; false: what is there is summarised, as of a sweep that was stopped",
+    )
     shares: dict[str, float] = key(
         make=dict,
         help="the workload that is recommended for: shares of its output tokens by suite; none named: equal shares",

@@ -57,6 +57,10 @@ def sweep(context: Context) -> float | None:
     done = [measured_cell(folder, cell, wanted) for cell, wanted in zip(cells, inputs, strict=True)]
     say(f"sweep: {len(cells)} cells, {sum(record is not None for record in done)} of them measured already")
     todo = [(cell, wanted) for cell, wanted, record in zip(cells, inputs, done, strict=True) if record is None]
+    if not context.config.sweep.measure:
+        if len(todo) == len(cells):
+            raise ConfigError("sweep.measure=false: none of these cells is there: leave it out, and they are measured")
+        todo = []
     failed: dict[str, RunError] = {}
     differences, shown = _measure(context, todo, folder, failed)
     for name, difference in differences:

@@ -90,6 +90,14 @@ def test_what_is_there_is_not_measured_again_and_what_lacks_is(swept, capsys):
     assert after.keys() == before.keys()
     assert {name for name in before if after[name] != before[name]} == {gone, broken}
     assert "28 cells, 26 of them measured already" in capsys.readouterr().err
+    # What is there is summarised, and nothing is measured.
+    there = cells(run_dir).keys()
+    wider = ["sweep.num_speculative_tokens=[1,2,3]", "sweep.measure=false"]
+    assert cli.main([*command, *wider]) == 0
+    assert "40 cells, 28 of them measured already" in capsys.readouterr().err
+    assert cells(run_dir).keys() == there
+    assert cli.main([*command, *wider, "suite.max_new_tokens=6"]) == 2
+    assert "none of these cells is there" in capsys.readouterr().err
     fewer = ["sweep.suites=[heldout]", "sweep.methods=[none]", "sweep.concurrency=[1]"]
     assert cli.main([*command, *fewer, "suite.max_new_tokens=7"]) == 0  # another measurement
     assert "1 cells, 0 of them measured already" in capsys.readouterr().err
