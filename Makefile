@@ -12,7 +12,7 @@
 # make reference  docs/reference.md and what docs/commands/ says of each command's keys and options, anew
 # make smoke   every recipe from end to end on a tiny target of its architecture; SAMPLE: only so many
 # make results  a sweep of methods and numbers of drafts on SmolLM2, into eval/results; RUN_DIR, DRAFTERS, ENGINES, METHODS, DRAFTS,
-#              SUITES, PROMPTS, TOKENS and BASELINE say of what
+#              SUITES, PROMPTS, TOKENS and BASELINE say of what; MEASURE=false: of what was measured already
 # make bench   speed and memory against plain reference implementations
 # make gpu-check  all that only a GPU can show, in at most ten minutes: a table to paste into an issue. Without a GPU it says so
 #
@@ -32,6 +32,7 @@ METHODS ?= eagle3,ngram,suffix,none
 DRAFTERS ?=
 ENGINES ?= hf
 BASELINE ?= interleaved
+MEASURE ?= true
 
 BIN := .venv/bin
 READY := .venv/.ready
@@ -99,7 +100,7 @@ test-fast: setup
 results: setup
 	$(BIN)/python -m spectrain eval sweep run.dir=$(RUN_DIR) 'sweep.suites=[$(SUITES)]' 'sweep.num_speculative_tokens=[$(DRAFTS)]' \
 	    'sweep.methods=[$(METHODS)]' 'sweep.drafters=[$(DRAFTERS)]' 'sweep.engines=[$(ENGINES)]' sweep.baseline=$(BASELINE) \
-	    suite.max_prompts=$(PROMPTS) suite.max_new_tokens=$(TOKENS)
+	    sweep.measure=$(MEASURE) suite.max_prompts=$(PROMPTS) suite.max_new_tokens=$(TOKENS)
 	rm -rf eval/results/cells eval/results/*.svg eval/results/*.png && mkdir -p eval/results/cells
 	cp $(RUN_DIR)/eval/sweep/*.json eval/results/cells/
 	sed -i 's#"drafter": "/.*",#"drafter": "drafter",#' eval/results/cells/*.json # no path of this machine
