@@ -186,7 +186,7 @@ def _shape_from_config(config: dict[str, Any], folder: Path) -> DrafterShape:
         return _method(config).read_shape(config)
     except KeyError as error:
         raise InputError(f"{folder / CONFIG}: field {error} is missing") from None
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise InputError(
             f"{folder / CONFIG} describes no drafter ({error}): name a folder that fit has written"
         ) from None
@@ -199,7 +199,12 @@ def _build(config: dict[str, Any], shape: DrafterShape, vocab: DraftVocab, folde
         if not isinstance(metadata, dict):
             raise ValueError(f"spectrain is {metadata!r}, it must be a section with fields")
         return _method(config).read_drafter(shape, vocab, metadata)
-    except (TypeError, ValueError, RuntimeError) as error:  # the last for sizes that no machine holds
+    except (
+        TypeError,
+        ValueError,
+        RuntimeError,
+        ArithmeticError,
+    ) as error:  # the last two for sizes that no machine holds
         raise InputError(
             f"{folder / CONFIG} describes no drafter ({error}): name a folder that fit has written"
         ) from None

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from spectrain.drafters.drafter_digests import CONFIG, WEIGHTS, weight_files
+from spectrain.drafters.field_checks import whole
 from spectrain.drafters.foreign_checkpoints import standard_config
 from spectrain.drafters.registry import known_method
 from spectrain.errors import ConfigError, InputError
@@ -181,26 +182,28 @@ def _from_config(config: dict[str, Any], path: str, revision: str | None, where:
         speculation, layer = config["speculators_config"], config["transformer_layer_config"]
         verifier, method = speculation["verifier"], config["speculators_model_type"]
         known = known_method(method)
-        taps = () if known is None else config.get(known.taps_field) or ()
+        taps = [] if known is None else config.get(known.taps_field) or []
+        drafts = speculation["proposal_methods"][0]["speculative_tokens"]
         metadata = config.get("spectrain") or {}
+        length = metadata.get("max_model_len")
         return ServingConfig(
             path=path,
             revision=revision,
             method=method,
-            num_speculative_tokens=int(speculation["proposal_methods"][0]["speculative_tokens"]),
+            num_speculative_tokens=whole(drafts, "speculative_tokens"),
             most_tokens=None if known is None else known.read_max_drafts(config),
             target=_name(verifier["name_or_path"], "verifier.name_or_path"),
             target_revision=_name(metadata.get("target_revision"), "spectrain.target_revision"),
-            vocab_size=int(layer["vocab_size"]),
-            hidden_size=int(config.get("target_hidden_size") or layer["hidden_size"]),
-            last_tap=max(taps, default=None),
-            max_model_len=None if metadata.get("max_model_len") is None else int(metadata["max_model_len"]),
+            vocab_size=whole(layer["vocab_size"], "vocab_size"),
+            hidden_size=whole(config.get("target_hidden_size") or layer["hidden_size"], "hidden_size"),
+            last_tap=max((whole(tap, "a layer that is read", least=0) for tap in taps), default=None),
+            max_model_len=None if length is None else whole(length, "spectrain.max_model_len"),
             target_fingerprint=_name(metadata.get("target_fingerprint"), "spectrain.target_fingerprint"),
             target_tokenizer=_name(metadata.get("target_tokenizer"), "spectrain.target_tokenizer"),
         )
     except KeyError as error:
         raise InputError(f"{where}: field {error} is missing: write the drafter again") from None
-    except (TypeError, ValueError, IndexError, AttributeError) as error:
+    except (TypeError, ValueError, IndexError, AttributeError, ArithmeticError) as error:
         raise InputError(f"{where} describes no drafter ({error}): write the drafter again") from None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -70,6 +71,22 @@ def test_what_is_no_drafter_is_named(tmp_path, drafter):
         read_serving_config(str(drafter))
     with pytest.raises(InputError, match="no folder, and no name that the Hub could have"):
         read_serving_config(str(tmp_path / "nothing"))
+
+
+@pytest.mark.parametrize("drafts", [float("inf"), float("nan"), 0, -1, 2.5, "4", None, True, [4]])
+def test_a_number_of_drafts_that_none_can_be(drafter, drafts):
+    config = json.loads((drafter / "config.json").read_text())
+    config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] = drafts
+    (drafter / "config.json").write_text(json.dumps(config))  # as others write it: with Infinity and NaN
+    with pytest.raises(InputError, match=r"config.json describes no drafter \(speculative_tokens"):
+        read_serving_config(str(drafter))
+
+
+@pytest.mark.parametrize("length", [float("inf"), 0])
+def test_a_length_that_none_can_be(drafter, length):
+    rewrite(drafter, spectrain={"max_model_len": length})
+    with pytest.raises(InputError, match=r"spectrain\.max_model_len"):
+        read_serving_config(str(drafter))
 
 
 def test_a_drafter_on_the_hub_is_pinned_to_what_was_read(drafter, target, monkeypatch):
