@@ -24,7 +24,7 @@ from torch import nn
 
 from spectrain.config.target_schema import TargetConfig
 from spectrain.console import quiet_transformers
-from spectrain.errors import ConfigError, InputError, NotFiniteError
+from spectrain.errors import ConfigError, InputError, NotFiniteError, SpectrainError
 from spectrain.target.checkpoint import CheckpointReader, check_experts, check_loading
 from spectrain.target.cpu_kernels import speed_up
 from spectrain.target.device_map import Placement, brought_to, check_devices, check_names, note_offloaded, runs_on
@@ -294,9 +294,13 @@ def _loading(folder: Path, name: str) -> Iterator[None]:
     try:
         with quiet_transformers(), redirect_stderr(StringIO()):  # some bars heed no setting
             yield
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+    except SpectrainError:
+        raise
+    except Exception as error:  # of any type: what makes no sense fails wherever it is used
         reason = " ".join(str(error).split())[:400]
         message = f"target {name} in {folder} cannot be loaded ({type(error).__name__}: {reason})"
+        if not isinstance(error, OSError | ValueError | KeyError | RuntimeError | ImportError):
+            message += ": a field of its config.json makes no sense"
         raise CannotLoadError(message) from error
 
 

@@ -68,6 +68,7 @@ WRONG_FIELDS = [
     ("config.json", "rope_parameters", "default"),
     ("config.json", "rope_parameters", {"rope_type": "default", "rope_theta": 0}),
     ("config.json", "rope_parameters", {"rope_type": "default", "rope_theta": "big"}),
+    ("config.json", "rope_parameters", {"rope_type": "default", "rope_theta": None}),
     ("config.json", "rope_parameters", {"rope_type": "spiral", "rope_theta": 1e4}),
     ("config.json", "dtype", "float12"),
     ("config.json", "dtype", 7),
