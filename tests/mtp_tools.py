@@ -155,7 +155,7 @@ class MtpReference:
         self.facts, hf = FACTS[target.family], target.model.model
         decoder: Any = hf.get_decoder()
         kinds = getattr(decoder.config, "layer_types", None) or ["full_attention"] * len(decoder.layers)
-        last = max(index for index, kind in enumerate(kinds) if kind == "full_attention")
+        last = max(index for index, kind in enumerate(kinds) if kind in ("full_attention", "indexed_attention"))
         self.layer = copy.deepcopy(decoder.layers[last])
         self.rotary, self.norm, self.hf = decoder.rotary_emb, copy.deepcopy(decoder.norm), hf
         stored = {

@@ -173,7 +173,6 @@ def test_one_sweep_takes_drafters_of_several_runs(finished, tmp_path, capsys):
         ([], "sweep.methods: dflash2 is neither"),
         ([f"sweep.drafters=[{finished / 'dflash'}]"], "are both dflash drafters"),
         ([f"sweep.drafters=[{tmp_path}]"], f"sweep.drafters: {tmp_path} holds no drafter"),
-        ([both, "engine=vllm"], "vLLM has no dflash2 drafters"),
         ([both, "sweep.num_speculative_tokens=[5,6]"], "gives 4 a round"),
     ):
         assert cli.main([*command, *wrong]) == 2

@@ -20,6 +20,6 @@ def test_a_peak_is_seen_and_forgotten():
     held = peak_memory_bytes(CPU)
     assert held - before > 60 << 20
     del block
-    assert peak_memory_bytes(CPU) == held
+    assert peak_memory_bytes(CPU) > held - (4 << 20)  # the system counts in batches
     forget_peak(CPU)
     assert held - peak_memory_bytes(CPU) > 60 << 20
