@@ -186,7 +186,7 @@ def _shape_from_config(config: dict[str, Any], folder: Path) -> DrafterShape:
         return _method(config).read_shape(config)
     except KeyError as error:
         raise InputError(f"{folder / CONFIG}: field {error} is missing") from None
-    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+    except (TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
         raise InputError(
             f"{folder / CONFIG} describes no drafter ({error}): name a folder that fit has written"
         ) from None

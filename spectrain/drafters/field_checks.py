@@ -6,7 +6,7 @@ Each raises ValueError that names the field as a drafter's ``config.json`` does,
 
 from __future__ import annotations
 
-import math
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def whole(value: Any, name: str, least: int = 1) -> int:
 
 def positive(value: Any, name: str) -> float:
     """A finite number above 0."""
-    if not isinstance(value, int | float) or isinstance(value, bool) or not (math.isfinite(value) and value > 0):
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
         raise ValueError(f"{name} is {value!r}, it must be a positive number")
     return float(value)
 

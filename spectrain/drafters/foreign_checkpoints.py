@@ -31,6 +31,7 @@ from torch import Tensor
 from spectrain.drafters.field_checks import positive, whole
 from spectrain.drafters.registry import all_methods, known_method
 from spectrain.errors import InputError
+from spectrain.target.folder_files import refuse_absurd_sizes
 
 _EAGLE_TAPS = "eagle_aux_hidden_state_layer_ids"
 _PLAIN_LAYER = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -238,6 +239,7 @@ def standard_config(config: dict[str, Any], where: str, usual_taps: Sequence[int
         # A folder in its kind's own layout, or a target's with a tuned head, keeps beside what a server reads of it
         # what this package does.
         config = {**section["drafter"], "spectrain": section}
+    refuse_absurd_sizes(where, config)
     if "speculators_model_type" in config or "speculators_config" in config:
         standard = _from_speculators(config, where)
     else:

@@ -33,7 +33,7 @@ _MOST = {
     **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers"), _LAYERS),
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "num_attention_heads", "num_key_value_heads"), _WIDTH),
     **dict.fromkeys(("head_dim", "global_head_dim", "num_experts", "num_local_experts", "n_routed_experts"), _WIDTH),
-    **dict.fromkeys(("vocab_size", "intermediate_size", "moe_intermediate_size"), _ENTRIES),
+    **dict.fromkeys(("vocab_size", "draft_vocab_size", "intermediate_size", "moe_intermediate_size"), _ENTRIES),
     "max_position_embeddings": 1 << 31,
 }
 _LANGUAGE_MODELS = ("text_config", "llm_config", "language_config", "thinker_config")
@@ -68,16 +68,17 @@ def check_config_file(folder: Path) -> None:
     has layers while they read it.
     """
     path = folder / CONFIG
-    _check_sizes(path, read_json(path, _MOST_CONFIG_BYTES), "", least=1)
+    refuse_absurd_sizes(path, read_json(path, _MOST_CONFIG_BYTES), least=1)
 
 
-def _check_sizes(path: Path, fields: Mapping[str, Any], prefix: str, least: int) -> None:
+def refuse_absurd_sizes(path: Path | str, fields: Mapping[str, Any], least: int = 0, prefix: str = "") -> None:
+    """No size in a configuration, and in the sections below it, is absurd. InputError names ``path`` and field."""
     for name, value in fields.items():
         if name.endswith("_config") and value is not None:
             if not isinstance(value, dict):
                 raise InputError(f"{path}: {prefix}{name} is {value!r:.60}, it must be an object")
             # The parts of a wrapper that are no language model (towers) may lack something.
-            _check_sizes(path, value, f"{prefix}{name}.", least if name in _LANGUAGE_MODELS else 0)
+            refuse_absurd_sizes(path, value, least if name in _LANGUAGE_MODELS else 0, f"{prefix}{name}.")
         elif name in _MOST and value is not None:
             several = value if isinstance(value, list) else [value]  # some families name them layer by layer
             if len(several) > _LAYERS:
@@ -86,7 +87,7 @@ def _check_sizes(path: Path, fields: Mapping[str, Any], prefix: str, least: int)
                 require_whole(path, f"{prefix}{name}", number, least, _MOST[name])
 
 
-def require_whole(path: Path, name: str, value: Any, least: int, most: int | None = None) -> int:
+def require_whole(path: Path | str, name: str, value: Any, least: int, most: int | None = None) -> int:
     """A whole number within its bounds. InputError names file and field."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise InputError(f"{path}: {name} is {value!r:.60}, it must be a whole number")

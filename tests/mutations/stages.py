@@ -266,8 +266,8 @@ MUTATIONS = (
     Mutation(
         "sizes inside a wrapper's configuration may be anything",
         "spectrain/target/folder_files.py",
-        '            _check_sizes(path, value, f"{prefix}{name}."',
-        '            _check_sizes(path, {}, f"{prefix}{name}."',
+        "            refuse_absurd_sizes(path, value, least",
+        "            refuse_absurd_sizes(path, {}, least",
         (WRONG + "targets.py::test_a_size_inside_a_wrappers_configuration",),
     ),
     Mutation(

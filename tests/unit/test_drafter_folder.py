@@ -297,6 +297,14 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: edit_config(f, lambda c: c["transformer_layer_config"].pop("rms_norm_eps")),
         r"'rms_norm_eps'",
     ),
+    "layers that no machine holds": (
+        lambda f: edit_config(f, lambda c: c["transformer_layer_config"].update(num_hidden_layers=10**9)),
+        r"config\.json.*transformer_layer_config\.num_hidden_layers is 1e\+09",
+    ),
+    "a base that is no number of a machine": (
+        lambda f: edit_config(f, lambda c: c["transformer_layer_config"]["rope_parameters"].update(rope_theta=10**400)),
+        r"config\.json.*rope_theta",
+    ),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), r"model\.safetensors is missing"),
     "broken weights": (lambda f: (f / "model.safetensors").write_bytes(b"123"), r"model\.safetensors cannot be read"),
     "a missing tensor": (

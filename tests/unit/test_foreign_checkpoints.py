@@ -251,7 +251,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("dflash", {"architectures": None}, "is no drafter's: .* its architecture None"),
     ("dflash", {"dflash_config": None}, "field 'target_layer_ids' is missing"),
-    ("dflash", {"dflash_config": [1]}, r"dflash_config is \[1\], it must be a section"),
+    ("dflash", {"dflash_config": [1]}, r"dflash_config is \[1\], it must be an object"),
     ("dflash", {"dflash_config": {"target_layer_ids": [0, 2, 3]}}, "field 'mask_token_id' is missing"),
     (
         "dflash",
@@ -280,6 +280,8 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
         {"dflash_config": NESTED | {"attention_sink_bias": True}},
         "attention_sink_bias is True, this version reads",
     ),
+    ("dflash", {"num_hidden_layers": 10**9}, r"num_hidden_layers is 1e\+09, it must be from 0 to 10,000"),
+    ("dflash", {"rope_theta": 10**400}, "rope_theta is 1000"),
     ("dflash", {"block_size": None}, "field 'block_size' is missing"),
     ("dflash", {"block_size": "8"}, "block_size is '8', it must be a whole number of at least 1"),
     ("dflash", {"hidden_size": None}, "field 'hidden_size' is missing"),
