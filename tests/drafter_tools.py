@@ -318,9 +318,11 @@ def as_dtype(states: TargetStates, dtype: torch.dtype) -> TargetStates:
     )
 
 
-def write_store(folder: Path, documents: Sequence[TargetStates], taps: tuple[int, ...]) -> StoredHiddenStates:
-    """A real float32 store on disk."""
-    meta = StoreMeta("tiny", "r", "c", "t", "p", tap_ids=taps, hidden_size=HIDDEN, num_layers=5, dtype="float32")
+def write_store(
+    folder: Path, documents: Sequence[TargetStates], taps: tuple[int, ...], dtype: str = "float32"
+) -> StoredHiddenStates:
+    """A real store on disk."""
+    meta = StoreMeta("tiny", "r", "c", "t", "p", tap_ids=taps, hidden_size=HIDDEN, num_layers=5, dtype=dtype)
     with HiddenStatesWriter(folder, meta) as writer:
         for states in documents:
             writer.add(as_dtype(states, torch.float32))

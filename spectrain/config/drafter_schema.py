@@ -228,6 +228,13 @@ class DrafterConfig(Section, name="drafter"):
         "states of the training text; target: copies alone (mtp: the target's own head); last_layer: of mtp, a new "
         "head from the target's last layer; random",
     )
+    init_seconds: float | None = key(
+        None,
+        "time for init=closed_form: it uses as much text as the devices' measured speed is expected to allow, so its "
+        "result depends on the machine; null: as much as the solution is worth (spectrain plan says how long)",
+        above=0,
+        at_most=1e6,
+    )
     train_head: bool = key(True, "train the lm_head of a reduced vocabulary; false: it keeps the target's rows")
     loss: LossConfig = key(make=LossConfig)
     autoregressive: AutoregressiveConfig = key(make=AutoregressiveConfig)

@@ -114,11 +114,20 @@ class EngineConfig(Section, name="engine"):
 class HiddenStatesConfig(Section, name="hidden_states"):
     """How hidden states are stored. Where training gets them from: ``states``."""
 
-    dtype: Literal["auto", "float32", "bfloat16", "int8"] = key(
-        "auto", "what is stored; int8 has a scale per token and tap; auto: what the target computes in"
+    dtype: Literal["auto", "float32", "bfloat16", "int8", "int8_grouped", "float8_e4m3"] = key(
+        "auto",
+        "what is stored; auto: what the target computes in; int8 and float8_e4m3 (OCP's) have a scale per token and "
+        "tap, int8_grouped one per 64 channels of it, for targets some of whose channels are much larger than others",
     )
     shard_bytes: int = key(1 << 30, "size in bytes at which a shard is closed", at_least=1 << 16, at_most=1 << 40)
     verify_checksums: bool = key(True, "before training, compare each shard that is new or changed with its checksum")
+    verify_at_start_bytes: int = key(
+        100_000_000_000,
+        "where more bytes of hidden states than that are new or changed, a shard is compared with its checksum when "
+        "training first reads it, not before training",
+        at_least=0,
+        at_most=1 << 50,
+    )
 
 
 def _check_url(url: str) -> None:

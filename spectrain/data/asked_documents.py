@@ -11,7 +11,6 @@ from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow.compute as pc
 
 from spectrain.data.responses import further_documents
 from spectrain.data.string_column import Strings
@@ -47,9 +46,13 @@ class Asked:
         for key, heldout in zip(self.keys, self.heldout_D.tolist(), strict=True):
             yield key, "heldout" if heldout else "train"
 
+    def heldout_keys(self) -> Strings:
+        """Of the held-out documents."""
+        return self.keys.take(np.flatnonzero(self.heldout_D))
+
     def with_further(self, stored: Strings) -> Asked:
         """With the further documents of each conversation after it: those of ``stored``, keys of responses."""
-        further = further_documents(Strings(stored.array.filter(pc.match_substring(stored.array, "-"))))
+        further = further_documents(stored.containing("-"))
         if not further:
             return self
         found = [(document, split) for key, split in self.splits() for document in (key, *further.get(key, ()))]

@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from spectrain.data.hidden_states import HiddenStateSource, ShardFile, StoredHiddenStates
+from spectrain.data.loader import announce
 from spectrain.errors import InputError
 
 _BLOCK_TOKENS = 1 << 16
@@ -133,13 +134,31 @@ def count_tokens(
     return CorpusCounts(teaches_D, generated_V, shown_V, predicting_D)
 
 
-def sample_positions(
+def sampled_hidden(
     source: HiddenStateSource, documents: Sequence[int], predicting_D: npt.NDArray[np.int64], most: int
-) -> Iterator[tuple[int, Tensor]]:
-    """(document, positions [P]) of at most ``most`` positions whose next token is a generated one, drawn evenly from
+) -> Tensor:
+    """Last hidden states [P, H] of at most ``most`` positions whose next token is a generated one, drawn evenly from
     all of them: every ``n / most``-th, from a place within it that is drawn, so that the position in a document has no
     say in it. ``predicting_D``: how many each document has.
     """
+    drawn = draw_positions(documents, predicting_D, most)
+    found: dict[int, Tensor] = {}
+    if isinstance(source, StoredHiddenStates):
+        # Shard by shard: what was read of a file counts as memory as long as it is mapped.
+        shards, numbers = source.documents.shards, list(drawn)
+        for number in sorted(numbers, key=lambda number: (shards[number], number)):
+            found[number] = source.last_hidden(number, _nth_predicting(source, number, drawn[number]))
+            source.shards[int(shards[number])].close()
+    else:
+        announce(source, drawn)
+        found = {n: source[n].last_hidden[_nth_predicting(source, n, ranks)] for n, ranks in drawn.items()}
+    return torch.cat([found[number] for number in drawn]) if drawn else torch.empty(0, 0)
+
+
+def draw_positions(
+    documents: Sequence[int], predicting_D: npt.NDArray[np.int64], most: int
+) -> dict[int, npt.NDArray[np.int64]]:
+    """Document -> which of its ``predicting_D`` positions are drawn, counted from 0."""
     total = int(predicting_D.sum())
     if total <= most:
         ranks = np.arange(total)
@@ -147,7 +166,12 @@ def sample_positions(
         ranks = ((np.arange(most) + np.random.default_rng(0).random(most)) * (total / most)).astype(np.int64)
     ends_D = np.cumsum(predicting_D)
     document_P = np.searchsorted(ends_D, ranks, side="right")
-    for index in np.unique(document_P).tolist():
-        number = int(documents[index])
-        positions = torch.nonzero(document_tokens(source, number)[1][1:])[:, 0]
-        yield number, positions[torch.from_numpy(ranks[document_P == index] - (ends_D[index] - predicting_D[index]))]
+    indices, first_P = np.unique(document_P, return_index=True)
+    within_P = ranks - (ends_D - predicting_D)[document_P]
+    parts = np.split(within_P, first_P[1:])
+    return {int(documents[index]): part for index, part in zip(indices.tolist(), parts, strict=True)}
+
+
+def _nth_predicting(source: HiddenStateSource, number: int, ranks: npt.NDArray[np.int64]) -> Tensor:
+    """Positions of a document."""
+    return torch.nonzero(document_tokens(source, number)[1][1:])[:, 0][torch.from_numpy(ranks)]

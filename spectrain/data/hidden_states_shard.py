@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from spectrain.data.hidden_states import StoreMeta, TargetStates, bytes_per_token, kv_names, token_layout
-from spectrain.data.state_types import quantize
+from spectrain.data.state_types import quantize, scale_shape
 from spectrain.files import file_digest, replacing
 
 
@@ -95,7 +95,7 @@ def _encoded(states: TargetStates, meta: StoreMeta) -> dict[str, Tensor]:
         hidden += kv_names(layer)
     nan = torch.full(states.input_ids.shape, torch.nan)
     values["log_normalizer"] = nan if states.log_normalizer is None else states.log_normalizer
-    if meta.dtype == "int8":
+    if scale_shape(meta.dtype, meta.hidden_size) is not None:
         for name in hidden:
-            values[name], values[f"{name}_scale"] = quantize(values[name])
+            values[name], values[f"{name}_scale"] = quantize(values[name], meta.dtype)
     return values

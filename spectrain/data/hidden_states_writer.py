@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 
@@ -26,6 +27,7 @@ from spectrain.data.hidden_states import (
 )
 from spectrain.data.hidden_states_shard import ShardBuffer
 from spectrain.data.shard_damage import readable_shards, remember_verified, take_out
+from spectrain.data.string_column import Strings
 from spectrain.errors import NotFiniteError, SpectrainError
 from spectrain.files import FileState, remove_partials
 
@@ -44,8 +46,8 @@ class HiddenStatesWriter:
         self._gathered = ShardBuffer(meta, shard_bytes)
         self._shards: list[ShardRecord] = []
         self._digested: dict[str, FileState] = {}  # shards whose digest was taken here, as they were right after
-        self._done: set[str] = set()  # keys in finished shards
-        self._known: set[str] = set()  # and those gathered for the next one
+        self._stored = Strings()  # keys in the shards that were there
+        self._added: set[str] = set()  # and in those finished since
         self.folder.mkdir(parents=True, exist_ok=True)
         if (self.folder / INDEX_NAME).exists():
             StoreIndex.load(self.folder).meta.check(dataclasses.asdict(meta), self.folder)
@@ -55,12 +57,23 @@ class HiddenStatesWriter:
             if broken:
                 take_out(self.folder, broken)
             self._shards = [shard.record for shard in shards]
-            self._done, self._known = set(keys), set(keys)
+            self._stored = keys
         self._remove_leftovers()
+
+    @cached_property
+    def _known(self) -> set[str]:
+        """Keys in finished shards, and those gathered for the next one. A set of a million takes 200 MB: made when the
+        first document is added.
+        """
+        return {*self._stored, *self._added}
 
     def done_keys(self) -> set[str]:
         """Keys of the documents in finished shards: they survive a kill and need not be captured again."""
-        return set(self._done)
+        return {*self._stored, *self._added}
+
+    def done_column(self) -> Strings:
+        """As ``done_keys``, in one block of memory."""
+        return Strings.joined([self._stored.array, Strings(self._added).array]) if self._added else self._stored
 
     def add(self, states: TargetStates) -> None:
         """Copy one document into the shard being gathered, and write the shard when it is full.
@@ -139,7 +152,7 @@ class HiddenStatesWriter:
         self._digested[path.name] = state = FileState.of(path)
         self._shards.append(ShardRecord(path.name, len(keys), tokens, state.size, sha256))
         self._write_index()
-        self._done.update(keys)
+        self._added.update(keys)
 
     def _write_index(self) -> None:
         StoreIndex(self.meta, tuple(self._shards)).write(self.folder)
@@ -163,4 +176,6 @@ class HiddenStatesWriter:
 
 def is_finite(x: Tensor) -> bool:
     """Without a temporary of the size of ``x``; infinities and NaN both show in the extremes."""
+    if x.dtype == torch.float8_e4m3fn:  # which has no infinities, and no minimum in torch
+        return not bool(((x.view(torch.uint8) & 0x7F) == 0x7F).any())
     return x.numel() == 0 or all(bool(extreme.isfinite()) for extreme in x.aminmax())

@@ -24,6 +24,8 @@ from torch import Tensor
 
 from spectrain.data.hidden_states import TargetStates
 from spectrain.data.host_tokens import HostTokens
+from spectrain.data.state_types import dequantize
+from spectrain.data.target_states import decoded_kv
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,8 @@ class PackedBatch:
     draw: Draw | None = None  # of a training step; None: nothing is left to chance
     # The target's own keys and values [T, G, d] of some of its layers.
     target_kv: dict[int, tuple[Tensor, Tensor]] = dataclasses.field(default_factory=dict)
+    # Of what is stored in 8 bits, by its name in ``TargetStates``: ``to`` makes values of it, where they are needed.
+    scales: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     host_tokens: HostTokens | None = None  # of a batch that was moved to a device, see ``host``
 
     @property
@@ -68,7 +72,8 @@ class PackedBatch:
         return self.host.lengths.tolist()
 
     def to(self, device: torch.device | str) -> PackedBatch:
-        moved = self._each(lambda tensor: tensor.to(device, non_blocking=True))
+        """Moved, what is stored in 8 bits as such, and there as the float32 values that it stands for."""
+        moved = self._each(lambda tensor: tensor.to(device, non_blocking=True))._decoded()
         moved.host_tokens = None if moved.input_ids_T.device.type == "cpu" else self.host
         return moved
 
@@ -83,7 +88,16 @@ class PackedBatch:
             name: change(value) for name, value in vars(self).items() if isinstance(value, Tensor)
         }
         kv = {layer: (change(keys_TGd), change(values_TGd)) for layer, (keys_TGd, values_TGd) in self.target_kv.items()}
-        return dataclasses.replace(self, target_kv=kv, **changed)
+        scales = {name: change(scale) for name, scale in self.scales.items()}
+        return dataclasses.replace(self, target_kv=kv, scales=scales, **changed)
+
+    def _decoded(self) -> PackedBatch:
+        if not self.scales:
+            return self
+        kv = decoded_kv(self.target_kv, self.scales)
+        taps = dequantize(self.taps_TAH, self.scales["taps"])
+        last = dequantize(self.last_hidden_TH, self.scales["last_hidden"])
+        return dataclasses.replace(self, taps_TAH=taps, last_hidden_TH=last, target_kv=kv, scales={})
 
 
 def pack_batch(
@@ -113,6 +127,7 @@ def pack_batch(
             )
             for layer in documents[0].target_kv
         },
+        scales={name: torch.cat([d.scales[name][cut] for d in documents]) for name in documents[0].scales},
     )
 
 

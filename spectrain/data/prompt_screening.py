@@ -40,16 +40,16 @@ class PromptScreen:
                 raise InputError(
                     f"all {name} prompts take more than target.max_length={self._max_length} tokens: raise it"
                 )
-        same = {self._digest(conversation): conversation for conversation in heldout}
-        seen = [conversation for conversation in train if self._digest(conversation) in same]
+        same = {self.digest(conversation): conversation for conversation in heldout}
+        seen = [conversation for conversation in train if self.digest(conversation) in same]
         if seen and data.heldout:
-            where = same[self._digest(seen[0])].where
+            where = same[self.digest(seen[0])].where
             raise ConfigError(
-                f"data.heldout: {len({same[self._digest(c)].where for c in seen})} of its {len(heldout)} prompts are "
+                f"data.heldout: {len({same[self.digest(c)].where for c in seen})} of its {len(heldout)} prompts are "
                 f"training prompts too after the chat template, the first at {where} (as {seen[0].where}): remove "
                 f"them from one side"
             )
-        kept = [conversation for conversation in train if self._digest(conversation) not in same]
+        kept = [conversation for conversation in train if self.digest(conversation) not in same]
         if not kept:
             raise ConfigError("data.train: the chat template makes all prompts the same: add prompts that differ")
         return replace(
@@ -60,8 +60,8 @@ class PromptScreen:
         self, asked: Sequence[Conversation], train: Sequence[Conversation]
     ) -> list[tuple[Conversation, Conversation]]:
         """Those of ``asked`` whose ids are those of a training prompt, each with that prompt."""
-        trained = {self._digest(conversation): conversation for conversation in train}
-        return [(c, trained[self._digest(c)]) for c in asked if self._digest(c) in trained]
+        trained = {self.digest(conversation): conversation for conversation in train}
+        return [(c, trained[self.digest(c)]) for c in asked if self.digest(c) in trained]
 
     def _taken(self, conversations: Sequence[Conversation]) -> list[Conversation]:
         """Those that the template takes. Raises InputError where it takes none."""
@@ -91,7 +91,12 @@ class PromptScreen:
             )
         return fitting
 
-    def _digest(self, conversation: Conversation) -> bytes:
+    def has_seen(self, conversation: Conversation) -> bool:
+        """Whether ``digest`` costs nothing."""
+        return conversation.prompt_digest() in self._shown
+
+    def digest(self, conversation: Conversation) -> bytes:
+        """Of the ids that the target is shown of its turns: equal ones it cannot tell apart."""
         return self._look(conversation)[2]
 
     def _look(self, conversation: Conversation) -> tuple[int, int, bytes]:

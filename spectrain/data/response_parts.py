@@ -11,8 +11,10 @@ import re
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -104,20 +106,43 @@ def _verify(path: Path) -> None:
         )
 
 
+class PartCounts(NamedTuple):
+    """Of the D responses of a part, in the order of ``keys_of``."""
+
+    tokens_D: npt.NDArray[np.int32]
+    generated_D: npt.NDArray[np.int32]  # of these, tokens that the target generated
+    cut_off_D: npt.NDArray[np.bool_]
+
+
+def counts_of(path: Path) -> PartCounts:
+    """Once a process, as ``keys_of``. Errors as ``read_part``."""
+    state = FileState.of(path)
+    return _known_counts(path, state) if state.settled else _read_counts(path)
+
+
+@lru_cache(maxsize=1 << 16)
+def _known_counts(path: Path, _: FileState) -> PartCounts:
+    return _read_counts(path)
+
+
+def _read_counts(path: Path) -> PartCounts:
+    table = read_part(path, ["finish_reason", "loss_mask"])
+    mask = table["loss_mask"].combine_chunks()
+    tokens_D = np.asarray(pc.list_value_length(mask)).astype(np.int32)
+    before_D = np.concatenate([[0], np.cumsum(tokens_D)])
+    so_far_T = np.concatenate([[0], np.cumsum(np.asarray(pc.list_flatten(mask)), dtype=np.int64)])
+    generated_D = np.diff(so_far_T[before_D]).astype(np.int32)
+    cut_off = pc.fill_null(pc.equal(table["finish_reason"], "length"), False)
+    return PartCounts(tokens_D, generated_D, np.asarray(cut_off).astype(bool))
+
+
 def count_responses(parts: Sequence[Path], keys: Strings) -> dict[str, int]:
     """``generated_tokens``, ``tokens`` and ``cut_off`` answers of the responses of these keys, each in the first of
     ``parts`` that has it. Errors as ``read_part``.
     """
-    counts, found = np.zeros(3, dtype=np.int64), np.zeros(len(keys), dtype=bool)
-    for path in parts:
-        table = read_part(path, ["key", "finish_reason", "loss_mask"])
-        place_D = keys.places_of(Strings(table["key"]))
-        own_D = place_D >= 0
-        own_D[own_D] = ~found[place_D[own_D]]
-        found[place_D[own_D]] = True
-        table = table.filter(pa.array(own_D))
-        mask = table["loss_mask"].combine_chunks()
-        generated = int(pc.sum(pc.list_flatten(mask)).as_py() or 0)
-        tokens = int(pc.sum(pc.list_value_length(mask)).as_py() or 0)
-        counts += (generated, tokens, pc.sum(pc.equal(table["finish_reason"], "length")).as_py() or 0)
-    return dict(zip(("generated_tokens", "tokens", "cut_off"), counts.tolist(), strict=True))
+    rows = Strings.joined(keys_of(path) for path in parts).places_of(keys)
+    own_R, counted = np.zeros(sum(len(keys_of(path)) for path in parts), dtype=bool), [counts_of(p) for p in parts]
+    own_R[rows[rows >= 0]] = True
+    columns = zip(*counted, strict=True) if counted else ([np.zeros(0, dtype=np.int32)],) * 3
+    tokens, generated, cut_off = (int(np.concatenate(column)[own_R].sum()) for column in columns)
+    return {"generated_tokens": generated, "tokens": tokens, "cut_off": cut_off}

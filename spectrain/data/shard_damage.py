@@ -4,7 +4,8 @@ documents again and no others.
 Opening a store compares sizes and headers; what lies between them only the checksums tell. Comparing those reads every
 byte, a second or so a GB and core, so a shard that was found whole, by reading it or because it was digested when it
 was written, is remembered in ``verified.json`` beside the index by its size and the times of its last change, and read
-again only when one of these differs.
+again only when one of these differs. Where there is too much to be read at a start, say after terabytes were copied to
+another disk, each shard is compared when training first reads it (``verify_at_first_read``).
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
+import pyarrow as pa
+
 from spectrain.data.hidden_states import INDEX_NAME, ShardFile, StoreIndex
 from spectrain.data.stored_documents import table_of
 from spectrain.data.string_column import Strings
@@ -25,22 +28,23 @@ from spectrain.files import FileState, write_atomically
 from spectrain.processes import available_cores
 
 VERIFIED_NAME = "verified.json"
+_DAMAGED = "damaged"  # there, in the place of a checksum
 
 
-def readable_shards(folder: Path) -> tuple[list[ShardFile], list[str], dict[str, str]]:
+def readable_shards(folder: Path) -> tuple[list[ShardFile], Strings, dict[str, str]]:
     """The shards of a store whose sizes and headers are right, the keys of their documents, and the others: name ->
     what is wrong. Reads no content. Raises InputError if the index is damaged.
     """
     index = StoreIndex.load(folder)
-    shards, keys, broken = list[ShardFile](), list[str](), dict[str, str]()
+    shards, keys, broken = list[ShardFile](), list[pa.Array](), dict[str, str]()
     for record in index.shards:
         try:
             shard = ShardFile(folder / record.file, record, index.meta)
-            keys += [document.key for document in shard.documents(len(shards))]
+            keys.append(shard.listing().keys.array)
             shards.append(shard)
         except InputError as error:
             broken[record.file] = str(error)
-    return shards, keys, broken
+    return shards, Strings.joined(keys), broken
 
 
 def stored_keys(folder: Path) -> set[str]:
@@ -58,13 +62,44 @@ def stored_key_column(folder: Path) -> Strings:
     try:
         return table_of([ShardFile(folder / record.file, record, index.meta) for record in index.shards]).keys
     except InputError:  # of a shard that cannot be read
-        return Strings(readable_shards(folder)[1])
+        return readable_shards(folder)[1]
 
 
 def unverified(folder: Path, shards: Sequence[ShardFile]) -> list[ShardFile]:
     """Those of ``shards`` that have changed since they were verified, or never were."""
     known = _verified(folder)
     return [shard for shard in shards if known.get(shard.path.name) != [*FileState.of(shard.path), shard.record.sha256]]
+
+
+def found_damaged(folder: Path, shards: Sequence[ShardFile]) -> list[ShardFile]:
+    """Those of ``shards`` that were damaged when they were read last, and have not changed since."""
+    known = _verified(folder)
+    return [shard for shard in shards if known.get(shard.path.name) == [*FileState.of(shard.path), _DAMAGED]]
+
+
+def verify_at_first_read(folder: Path, shards: Sequence[ShardFile]) -> None:
+    """Have those of ``shards`` that are not known to be whole compared with their checksum by whoever first reads a
+    document of one, in this process or another. Reading raises RunError for one that is damaged.
+    """
+    for shard in unverified(folder, shards):
+        shard.before_reading = _verify_now
+
+
+def _verify_now(shard: ShardFile) -> None:
+    folder = shard.path.parent
+    if not unverified(folder, [shard]):  # another process has done it
+        return
+    state = FileState.of(shard.path)
+    try:
+        shard.verify(None)
+    except InputError as error:
+        remember_verified(folder, {shard.path.name: [*state, _DAMAGED]})  # for the next command, which mends it
+        raise RunError(
+            f"{shard.path} has changed since it was written, its checksum is not that of the index: the same command "
+            f"captures its documents again"
+        ) from error
+    if state.settled:
+        remember_verified(folder, {shard.path.name: [*state, shard.record.sha256]})
 
 
 def damaged_shards(

@@ -12,12 +12,10 @@ from collections.abc import Iterator, Sequence
 from typing import overload
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from spectrain.data.asked_documents import Asked
-from spectrain.data.response_parts import keys_of, read_part
+from spectrain.data.response_parts import counts_of, keys_of, read_part
 from spectrain.data.responses import Response, ResponseStore, response_of_row
 from spectrain.errors import InputError
 
@@ -42,7 +40,7 @@ class StoredResponses(Sequence[Response]):
         ends = np.cumsum([len(keys_of(path)) for path in self._parts], dtype=np.int64)
         self._part_D = np.searchsorted(ends, places_D, side="right")
         self._row_D = places_D - np.concatenate([[0], ends])[self._part_D]
-        lengths = [_lengths(read_part(path, ["input_ids"])["input_ids"]) for path in self._parts]
+        lengths = [counts_of(path).tokens_D for path in self._parts]
         self.lengths_D = np.concatenate([np.empty(0, dtype=np.int64), *lengths])[places_D]
         self._tables: OrderedDict[int, pa.Table] = OrderedDict()
 
@@ -82,7 +80,3 @@ def longest_first(responses: Sequence[Response]) -> Iterator[Response]:
     if isinstance(responses, StoredResponses):
         return responses.longest_first()
     return iter(sorted(responses, key=lambda response: (-len(response.input_ids), response.key)))
-
-
-def _lengths(lists: pa.ChunkedArray) -> npt.NDArray[np.int64]:
-    return np.asarray(pc.list_value_length(lists)).astype(np.int64)

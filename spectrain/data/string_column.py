@@ -56,6 +56,10 @@ class Strings(Sequence[str]):
         """Those of these numbers, in this order."""
         return Strings(self.array.take(pa.array(numbers)))
 
+    def containing(self, part: str) -> Strings:
+        """Those with ``part`` in them."""
+        return Strings(self.array.filter(pc.match_substring(self.array, part)))
+
     def order(self) -> npt.NDArray[np.int64]:
         """The numbers of the strings in ascending order, as Python sorts them."""
         return np.asarray(pc.sort_indices(self.array)).astype(np.int64)  # bytes of UTF-8 sort like code points

@@ -100,6 +100,10 @@ class DrafterShape:
         """Whether it estimates how likely each draft is to be accepted."""
         return False
 
+    def closed_form_size(self, config: DrafterConfig) -> tuple[int, float]:
+        """(positions of the text that a closed-form initialisation uses at most, operations for each), roughly."""
+        return 0, 0.0
+
 
 class Drafter(nn.Module, ABC):
     """Base of all drafters, and a ``Proposer``. ``vocab``: the tokens it can draft; ``taps``: the target's auxiliary
@@ -116,6 +120,7 @@ class Drafter(nn.Module, ABC):
     reads_before_norm = False  # that state as it is before the norm
     kv_layers: tuple[int, ...] = ()  # of the target, from 0, whose keys and values it reads
     has_closed_form = False  # whether ``closed_form_init`` is there
+    solves_together = False  # whether several processes may share it: its batches know of others' then
     copies: TargetCopies | None = None  # matrices of its target that came with its weights, until they are compared
     folder: Path | None = None  # that it was read from
     temperatures: tuple[float, ...] = ()  # calibration of a confidence head, one a slot; empty: none

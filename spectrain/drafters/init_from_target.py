@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from spectrain.drafters.drafter import Drafter
+from spectrain.drafters.shared_solving import SharedText
 from spectrain.target.checkpoint import CheckpointReader
 from spectrain.target.head import TargetHead
 from spectrain.target.quantization import Quantization, full_precision
@@ -72,15 +73,20 @@ RIDGE = 3e-3  # of the mean diagonal of the Gram matrix
 
 
 class Gram:
-    """Sums of a least-squares problem, XᵀX and XᵀY, in float64."""
+    """Sums of a least-squares problem, XᵀX and XᵀY, in float64. ``text``: what they are sums over."""
 
-    def __init__(self) -> None:
+    def __init__(self, text: SharedText) -> None:
+        self._text = text
         self.xx: Tensor | float = 0.0
         self.xy: Tensor | float = 0.0
 
     def add(self, x_SI: Tensor, y_SO: Tensor) -> None:
         self.xx = self.xx + (x_SI.T @ x_SI).double()
         self.xy = self.xy + (x_SI.T @ y_SO).double()
+
+    def gather(self) -> None:
+        """Once all has been added: what other processes have, too."""
+        self.xx, self.xy = self._text.total(self.xx), self._text.total(self.xy)
 
     def solve(self) -> Tensor:
         """Ridge solution [I, O]."""

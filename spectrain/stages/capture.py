@@ -13,10 +13,10 @@ import numpy as np
 from spectrain import signals
 from spectrain.console import ProgressBar, say
 from spectrain.data.asked_documents import Asked
-from spectrain.data.hidden_states import StoredHiddenStates, bytes_per_token
+from spectrain.data.hidden_states import ShardFile, StoredHiddenStates, bytes_per_token
 from spectrain.data.hidden_states_writer import HiddenStatesWriter
 from spectrain.data.responses import ResponseStore, further_documents
-from spectrain.data.shard_damage import damaged_shards, stored_key_column, take_out, unverified
+from spectrain.data.shard_damage import damaged_shards, found_damaged, stored_key_column, take_out, unverified
 from spectrain.data.stored_responses import StoredResponses
 from spectrain.data.string_column import Strings
 from spectrain.errors import InputError, RunError
@@ -41,11 +41,6 @@ def decide(context: Context) -> Decision:
 def asked_columns(context: Context) -> Asked:
     """Every document of the responses that this configuration asks for."""
     return context.asked.with_further(ResponseStore(context.data_dir.responses).key_column())
-
-
-def _asked(context: Context) -> dict[str, str]:
-    """Key -> split of every document of the responses that this configuration asks for."""
-    return ResponseStore(context.data_dir.responses).documents(context.splits)
 
 
 def fixed_inputs(context: Context) -> dict[str, object]:
@@ -97,15 +92,14 @@ def capture(context: Context) -> None:
 
 def _capture(context: Context, writer: HiddenStatesWriter, responses: StoredResponses, shard_bytes: int) -> None:
     """What the writer's store lacks."""
-    stored = writer.done_keys()
-    missing = Strings(stored).places_of(responses.asked.keys) < 0
+    missing = writer.done_column().places_of(responses.asked.keys) < 0
     if not missing.any():
         return
     total, left = int(responses.lengths_D.sum()), int(responses.lengths_D[missing].sum())
 
     def keep() -> str:
         writer.flush()
-        kept = int((Strings(writer.done_keys()).places_of(context.asked.keys) >= 0).sum())
+        kept = int((writer.done_column().places_of(context.asked.keys) >= 0).sum())
         return f"hidden states of {kept} of {len(responses)} documents are stored; {signals.CONTINUES}"
 
     with signals.keeping(keep), ProgressBar("capture", total=total, unit="tokens", done=total - left) as bar:
@@ -113,7 +107,7 @@ def _capture(context: Context, writer: HiddenStatesWriter, responses: StoredResp
             todo = [responses[number] for number in np.flatnonzero(missing).tolist()]
             context.capturing.shards(writer, todo, shard_bytes, bar.advance)
             return
-        layers = context.kv_layers
+        layers, stored = context.kv_layers, writer.done_keys()
         for states in context.engine.capture(responses, context.taps, context.states_dtype, stored, layers):
             with signals.held():
                 writer.add(states)
@@ -122,40 +116,46 @@ def _capture(context: Context, writer: HiddenStatesWriter, responses: StoredResp
             keep()
 
 
-def verify(context: Context) -> None:
+def verify(context: Context) -> bool:
     """Compare the shards of this run's documents with their checksums, those that have changed since it was last done.
-    What is damaged is taken out of the store, and its documents, no others, are captured again.
+    What is damaged is taken out of the store, and its documents, no others, are captured again. Returns whether there
+    is too much to be compared now (``hidden_states.verify_at_start_bytes``), so that it is left to those who read.
 
     Raises InputError where that is for another process to do, as the store is that of a sweep.
     """
-    if not _take_out_damaged(context):
-        return
+    damaged, later = _take_out_damaged(context)
+    if not damaged:
+        return later
     if not context.data_dir.writable:
         raise InputError(
             f"damaged hidden states were taken out of {context.data_dir.hidden_states}: the same command captures them "
             f"again"
         )
     capture(context)
-    if _take_out_damaged(context):
+    damaged, later = _take_out_damaged(context)
+    if damaged:
         raise RunError(f"{context.data_dir.hidden_states} does not keep what is written to it: use another disk")
+    return later
 
 
-def _take_out_damaged(context: Context) -> bool:
+def _take_out_damaged(context: Context) -> tuple[bool, bool]:
+    """(whether some were damaged, whether some were left to be compared later)."""
     run_dir, folder = context.data_dir, context.data_dir.hidden_states
     store, train, heldout = documents(context)
-    damaged = _damaged(folder, store, [*train, *heldout])
+    unknown = unverified(folder, store.shards_of([*train, *heldout]))
+    later = sum(shard.record.bytes for shard in unknown) > context.config.hidden_states.verify_at_start_bytes
+    damaged = _damaged(folder, found_damaged(folder, unknown) if later else unknown)
     if not damaged:
-        return False
+        return False, later
     for name in damaged:
         say(f"capture: {folder / name} does not have the checksum of the index: its documents are captured again")
     with nullcontext() if run_dir.writable else run_dir.locked():
         take_out(folder, damaged)
-    return True
+    return True, later
 
 
-def _damaged(folder: Path, store: StoredHiddenStates, documents: Sequence[int]) -> dict[str, str]:
-    """The damaged ones of the shards that these documents lie in: name -> what is wrong."""
-    unknown = unverified(folder, store.shards_of(documents))
+def _damaged(folder: Path, unknown: Sequence[ShardFile]) -> dict[str, str]:
+    """The damaged ones of these shards: name -> what is wrong."""
     if not unknown:
         return {}
     with ProgressBar("verify", total=sum(shard.record.bytes for shard in unknown), unit="bytes") as bar:
@@ -195,12 +195,13 @@ def open_store(
         store.check(_identity(context, taps, kv_layers))
     except InputError:
         return None
-    number = {key: index for index, key in enumerate(store.keys)}
-    if any(key not in number for key in keys):
+    if not store.keys.hold(Strings(keys)):
         return None
-    further = further_documents(store.keys)
-    found = [number[document] for key in keys for document in (key, *further.get(key, ()))]
-    damaged = _damaged(folder, store, found) if context.config.hidden_states.verify_checksums else {}
+    further = further_documents(store.keys.containing("-"))
+    every = Strings(document for key in keys for document in (key, *further.get(key, ())))
+    found = store.keys.places_of(every).tolist()
+    verifies = context.config.hidden_states.verify_checksums
+    damaged = _damaged(folder, unverified(folder, store.shards_of(found))) if verifies else {}
     for problem in damaged.values():
         say(problem)
     return None if damaged else (store, found)

@@ -103,7 +103,7 @@ def prepare(
         check_suite(config)
     reads_prompts = command.needs_prompts or (config.suite.uses_heldout and bool(asks_suite or config.data.source))
     shared = run_dir if data_dir is None else RunDir(data_dir)
-    known = find_known(config, shared.path) if fetch and command.needs_prompts and not command.measures else None
+    known = find_known(config, shared.path) if fetch and reads_prompts else None
     read = reads_prompts and known is None
     prompts, drawn = run_prompts(config, shared.path, planning=not fetch) if read else (None, None)
     source = locate_target(config.target, unreachable_ok=not fetch)
@@ -152,9 +152,12 @@ def _screen_prompts(context: Context) -> None:
     screen = PromptScreen(context.template, config.target.max_length)
     if context.known is None:
         context.keep_prompts(screen.screened(context.prompts, config.data))
+        context.screen = screen
     if command.trains and command.measures:
         suite = load_suite_prompts(config, context.prompts)
-        _refuse_seen([(c, trained.where) for c, trained in screen.seen_in_training(suite, context.prompts.train)])
+        if context.known is None or context.known.may_train_on(suite, screen):
+            _check_suite_is_unseen(config, context.prompts)  # what is remembered was not looked at before
+            _refuse_seen([(c, trained.where) for c, trained in screen.seen_in_training(suite, context.prompts.train)])
     if command.needs_prompts and context.data_dir is context.run_dir:  # jobs of a sweep need not all say it
         for note in context.prompts.notes():
             say(note)

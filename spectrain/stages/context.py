@@ -21,6 +21,7 @@ from spectrain.config.schema import SpectrainConfig
 from spectrain.data.asked_documents import Asked
 from spectrain.data.chat import ChatTemplate
 from spectrain.data.hidden_states import StoreMeta
+from spectrain.data.prompt_screening import PromptScreen
 from spectrain.data.prompts import PromptSplit
 from spectrain.data.responses import Sampling, resolve_sampling, response_key
 from spectrain.drafters.drafter_folder import read_shape
@@ -63,6 +64,7 @@ class Context:
     ranks: Ranks = ALONE  # the processes that train together, of which this is one
     lender: Context | None = None  # whose weights this one uses
     known: KnownPrompts | None = None  # what is remembered of the prompts, which are unread then
+    screen: PromptScreen | None = None  # what has looked at them, where they are read
 
     def under(self, **sections: Any) -> Context:
         """The same command under other sections of the configuration. What costs to load is loaded once, here."""

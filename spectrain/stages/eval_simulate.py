@@ -21,7 +21,6 @@ from rich.text import Text
 from spectrain.console import ProgressBar, say, stdout
 from spectrain.data.hidden_states import INDEX_NAME, HiddenStateSource, TargetStates
 from spectrain.data.loss_mask import generated_ranges
-from spectrain.data.prompts import Conversation
 from spectrain.data.responses import ResponseStore
 from spectrain.decoding.scheduler import FIXED
 from spectrain.drafters.drafter import Drafter
@@ -54,8 +53,8 @@ def simulate_answers(context: Context) -> float | None:
     config = context.config
     measured = _measured(context)
     drafter = load_measured_drafter(context, choose_device(config.target.device))
-    conversations = dict(zip(context.splits, _asked(context), strict=True))
-    keys = [key for key, split in context.splits.items() if split == "heldout"]
+    keys = list(context.asked.heldout_keys())
+    conversations = dict(zip(keys, context.prompts.heldout, strict=True))
     store, documents = _states(context, drafter, keys)
     n = config.decoding.num_speculative_tokens
     most = drafter.shape.max_drafts or max(_MOST_DRAFTS, n)
@@ -119,10 +118,6 @@ def _states(context: Context, drafter: Drafter, keys: list[str]) -> tuple[Hidden
             made[states.key] = states
             bar.advance(1)
     return StatesInMemory([made[response.key] for response in responses]), range(len(responses))
-
-
-def _asked(context: Context) -> list[Conversation]:
-    return [*context.prompts.train, *context.prompts.heldout]
 
 
 class StatesInMemory:

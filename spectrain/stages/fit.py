@@ -14,13 +14,12 @@ import numpy as np
 import torch
 
 from spectrain.config.overrides import flatten
-from spectrain.console import ProgressBar, say
-from spectrain.data.corpus_counts import CorpusCounts, count_tokens, sample_positions
+from spectrain.console import say
+from spectrain.data.corpus_counts import CorpusCounts, count_tokens, sampled_hidden
 from spectrain.data.hidden_states import HiddenStateSource, StoredHiddenStates
-from spectrain.data.loader import announce
-from spectrain.data.packing import PackedBatch, pack_batch, pack_rows, truncated_tokens
+from spectrain.data.packing import truncated_tokens
+from spectrain.data.shard_damage import verify_at_first_read
 from spectrain.data.vocab import DraftVocab, covered, vocab_of_counts
-from spectrain.drafters.drafter import Advance, Batches, Drafter
 from spectrain.drafters.drafter_digests import CONFIG, note_changes, weight_files
 from spectrain.drafters.drafter_folder import read_shape, weights_digest
 from spectrain.drafters.hub_drafters import drafter_path
@@ -28,12 +27,12 @@ from spectrain.drafters.overlay import is_overlay, stitch
 from spectrain.drafters.registry import Corpus, find_method
 from spectrain.errors import InputError
 from spectrain.stages import capture, state_sources
+from spectrain.stages.closed_form import init_closed_form
 from spectrain.stages.context import Context
 from spectrain.stages.drafter_checks import sections_of_others
 from spectrain.stages.run_dir import Decision, Inputs
 from spectrain.target.head import TargetHead
 
-INIT_PACKED_LENGTH = 4096
 # Positions whose whole distribution is computed to choose the draft vocabulary.
 VOCAB_SAMPLE = 4096
 _SAMPLE_BATCH = 256  # of these, positions whose logits are in memory together
@@ -101,9 +100,13 @@ def fit(context: Context) -> float | None:
         say(str(decision))
         _stitch(context)
         return context.run_dir.outputs("fit").get("simulated_acceptance_length")
+    verified_later = False
     if context.config.hidden_states.verify_checksums and not context.config.states_computed:
-        ranks.from_first(lambda: capture.verify(context))  # before an older drafter is removed
+        verified_later = ranks.from_first(lambda: capture.verify(context))  # before an older drafter is removed
     with state_sources.opened(context) as (store, train, heldout), _recorded(context, decision) as outputs:
+        if verified_later and isinstance(store, StoredHiddenStates):
+            say("fit: note: hidden states that were never compared with their checksums are when they are first read")
+            verify_at_first_read(store.folder, store.shards)
         outputs |= {"states_source": context.config.states.source} | _train(context, store, train, heldout)
     best, length = f"step {outputs['step']} of {outputs['steps']}", outputs["simulated_acceptance_length"]
     say(f"fit: {best} is the best, acceptance length {length:.3f} by simulation")
@@ -156,8 +159,7 @@ def _train(context: Context, store: HiddenStateSource, train: list[int], heldout
         drafter = build_drafter(settings, context.spec, vocab, head, context.target.folder, config.trainer.seed)
         fresh = ranks.from_first(lambda: newest_checkpoint(run_dir.checkpoints) is None)
         if settings.init == "closed_form" and drafter.has_closed_form and fresh:
-            # The trainer gives the others what the first rank has found.
-            ranks.from_first(lambda: _init_closed_form(drafter, store, train))
+            init_closed_form(context, drafter, store, train)
     coverage = ranks.from_first(lambda: _coverage(store, heldout, vocab))
     say(
         f"fit: {len(train)} documents, draft vocabulary of {len(vocab.ids_D):,} covers {coverage:.2%} of the held-out "
@@ -202,38 +204,6 @@ def _needed(context: Context) -> dict[str, Any]:
     return {} if length is None else {"max_model_len": length}
 
 
-def _init_closed_form(drafter: Drafter, store: HiddenStateSource, train: list[int]) -> None:
-    """Solve for the drafter's initial weights on training documents. Cheap beside training, where training is: of a
-    width of 4096 some 10¹⁵ operations, seconds on a GPU and hours on a CPU.
-    """
-    what = "closed form: regression of the drafter's matrices on the training text"
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    with ProgressBar("init", total=100, unit="%", note=what) as bar:
-        positions = solve_on(device, drafter, partial(_init_batches, store, train), bar.advance)
-    alone = "cannot be solved for with these hidden states (too few?), so the drafter begins with parts of the target"
-    note = f"solved at {positions:,} positions of the text" if positions else alone
-    say(f"fit: closed-form initialisation {note}")
-
-
-def _init_batches(store: HiddenStateSource, train: list[int]) -> Iterator[PackedBatch]:
-    rows = pack_rows(store.lengths[train], INIT_PACKED_LENGTH, seed=0, epoch=0)
-    announce(store, (train[index] for row in rows for index in row))
-    for row in rows:
-        yield pack_batch([store[train[index]] for index in row])
-
-
-def solve_on(device: torch.device, drafter: Drafter, batches: Batches, advance: Advance) -> int:
-    """Positions that ``closed_form_init`` has used. The drafter and its head are on the host before and after."""
-    if device.type == "cpu":
-        return drafter.closed_form_init(batches, advance)
-    try:
-        drafter.to(device).attach(drafter.head.to(device))
-        with torch.device(device):  # what is made on the way is made there, too
-            return drafter.closed_form_init(lambda: (batch.to(device) for batch in batches()), advance)
-    finally:
-        drafter.to("cpu").attach(drafter.head.to("cpu"))
-
-
 def _draft_vocab(
     context: Context, store: HiddenStateSource, train: list[int], counts: CorpusCounts, head: TargetHead
 ) -> DraftVocab:
@@ -249,19 +219,11 @@ def _expected_tokens(
     """How often the target expected each token at the positions where it generated one, float64 [V]: its distribution
     summed over a sample of them.
     """
-    drawn = list(sample_positions(store, numbers, counts.predicting_D, VOCAB_SAMPLE))
-    announce(store, (number for number, _ in drawn))
-    hidden = [
-        store.last_hidden(number, positions)
-        if isinstance(store, StoredHiddenStates)
-        else store[number].last_hidden[positions]
-        for number, positions in drawn
-    ]
-    expected_V, seen = torch.zeros(head.vocab_size, dtype=torch.float64), 0
-    for hidden_PH in torch.cat(hidden).split(_SAMPLE_BATCH) if hidden else ():
-        expected_V += torch.softmax(head.hidden_to_logits(hidden_PH), dim=-1).sum(0)
-        seen += len(hidden_PH)
-    return (expected_V * (counts.generated_V.sum() / max(seen, 1))).numpy()
+    hidden_PH = sampled_hidden(store, numbers, counts.predicting_D, VOCAB_SAMPLE)
+    expected_V = torch.zeros(head.vocab_size, dtype=torch.float64)
+    for part_PH in hidden_PH.split(_SAMPLE_BATCH) if len(hidden_PH) else ():
+        expected_V += torch.softmax(head.hidden_to_logits(part_PH), dim=-1).sum(0)
+    return (expected_V * (counts.generated_V.sum() / max(len(hidden_PH), 1))).numpy()
 
 
 def _coverage(store: HiddenStateSource, numbers: list[int], vocab: DraftVocab) -> float:

@@ -54,11 +54,11 @@ def generate(context: Context) -> None:
         array_tasks.bring_responses(context)
         if array_tasks.has_work(context):
             array_tasks.merge_responses(context, store)
-        done = store.keys()
-        conversations = [*context.prompts.train, *context.prompts.heldout]
-        asked = zip(conversations, context.splits.items(), strict=True)
-        todo = [(conversation, split) for conversation, (key, split) in asked if key not in done]
-        if todo:
+        missing_D = store.key_column().places_of(context.asked.keys) < 0
+        if missing_D.any():  # else no prompt has to be read
+            conversations = [*context.prompts.train, *context.prompts.heldout]
+            asked = zip(conversations, context.splits.values(), missing_D.tolist(), strict=True)
+            todo = [(conversation, split) for conversation, split, missing in asked if missing]
             if len(todo) < len(conversations) and context.sampling.temperature and context.engine.stored_together == 1:
                 say(
                     "note: sampled answers that vLLM draws in other batches, as after an interruption, have the same "

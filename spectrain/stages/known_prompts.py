@@ -2,8 +2,10 @@
 
 To read a million prompts, to render each with the target's template and to count its tokens takes minutes and a
 gigabyte. A command whose responses are all there needs none of that, so what it needs is remembered in the run
-directory: keys and splits, the counts that the user is told, and digests of what they were made from. As long as the
-files (by size and times), the settings and the target are the same, prompts are read only when somebody asks for one.
+directory: keys and splits, the counts that the user is told, the held-out prompts (which evaluations ask), of training
+prompts what tells whether a suite's are among them, and digests of what all that was made from. As long as the files
+(by size and times), the settings and the target are the same, training prompts are read only when somebody asks for
+one.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ if TYPE_CHECKING:
     from spectrain.stages.context import Context
 
 KNOWN_NAME = "known_prompts.arrow"
-_VERSION = 1
+_VERSION = 2
+_SEEN = ("prompt digest", "ids digest")  # of training prompts
+_CHUNK = 1 << 14
 _COUNTS = ("samples", "repeated", "too_long", "rejected", "alike")
 
 
@@ -70,15 +74,19 @@ class UnreadConversations(Sequence[Conversation]):
 
 @dataclass(frozen=True)
 class KnownPrompts:
-    """``target``: digest of the target and the settings under which they were screened; ``named``: training and
-    held-out prompts as the manifest names them; ``counts``: of ``PromptSplit``; ``drawn``: how, from data sets.
+    """``facts``: ``target``, a digest of the target and the settings under which they were screened; ``named``,
+    training and held-out prompts as the manifest names them; ``counts`` of ``PromptSplit``; digests of all columns.
+    ``drawn``: how, from data sets.
     """
 
+    path: Path
+    facts: dict[str, Any]
     asked: Asked
-    target: str
-    named: dict[str, str]
-    counts: dict[str, int]
     drawn: DrawnPrompts | None
+
+    target = property(lambda self: self.facts["target"])
+    named = property(lambda self: self.facts["named"])
+    counts = property(lambda self: self.facts["counts"])
 
     def split(self, context: Context) -> PromptSplit:
         """The prompts, unread."""
@@ -90,9 +98,34 @@ class KnownPrompts:
 
         return PromptSplit(
             UnreadConversations(len(self.asked) - heldout, lambda: read().train),
-            UnreadConversations(heldout, lambda: read().heldout),
+            UnreadConversations(heldout, lambda: self._told() or read().heldout),
             **self.counts,
         )
+
+    def may_train_on(self, asked: Sequence[Conversation], screen: PromptScreen) -> bool:
+        """Whether some of these prompts may be training prompts, by their texts or by the ids that the target is shown.
+        False is certain.
+        """
+        columns = self._columns(_SEEN)
+        if columns is None:
+            return True
+        train_D = ~self.asked.heldout_D
+        theirs = np.array([_short(conversation, screen) for conversation in asked], dtype=np.uint64).reshape(-1, 2).T
+        own = [np.asarray(column)[train_D] for column in columns]
+        return any(bool(np.isin(those, trained).any()) for those, trained in zip(theirs, own, strict=True))
+
+    def _told(self) -> list[Conversation] | None:
+        """The held-out prompts, as they were written down."""
+        columns = self._columns(("heldout prompt",))
+        return None if columns is None else [_conversation(text) for text in columns[0].drop_null().to_pylist()]
+
+    def _columns(self, names: Sequence[str]) -> list[pa.ChunkedArray] | None:
+        """Further columns; None where they were not written, or are no longer what was."""
+        with suppress(pa.ArrowException, OSError, ValueError, KeyError):
+            columns = feather.read_table(self.path, columns=list(names), memory_map=False)
+            if all(_digest_of(columns[name]) == self.facts["columns"][name] for name in names):
+                return [columns[name] for name in names]
+        return None
 
 
 def cached(read: Callable[[], PromptSplit]) -> Callable[[], PromptSplit]:
@@ -116,11 +149,12 @@ def find_known(config: SpectrainConfig, run_dir: Path) -> KnownPrompts | None:
         return None
     files = _files(config, run_dir)
     with suppress(pa.ArrowException, OSError, ValueError, KeyError, TypeError):  # damaged: made again
-        table = feather.read_table(path, memory_map=False)
+        table = feather.read_table(path, columns=["key", "heldout"], memory_map=False)
         facts = _facts(table)
-        keys, heldout_D = Strings(table["key"]), np.asarray(table["heldout"]).astype(bool)
-        if files is not None and facts["files"] == files[0] and facts["keys"] == _digest(keys, heldout_D):
-            return KnownPrompts(Asked(keys, heldout_D), facts["target"], facts["named"], facts["counts"], files[1])
+        same = all(_digest_of(table[name]) == facts["columns"][name] for name in table.column_names)
+        if files is not None and facts["files"] == files[0] and same:
+            asked = Asked(Strings(table["key"]), np.asarray(table["heldout"]).astype(bool))
+            return KnownPrompts(path, facts, asked, files[1])
     return None
 
 
@@ -140,21 +174,49 @@ def remember(context: Context) -> None:
     files = _files(config, context.data_dir.path, settled=True)
     if files is None or len(asked) != len(prompts.train) + len(prompts.heldout):
         return
+    table = _table(context)
     facts = {
         "files": files[0],
         "target": target_digest(context),
         "named": context.named_prompts,
         "counts": {name: getattr(prompts, name) for name in _COUNTS},
-        "keys": _digest(asked.keys, asked.heldout_D),
+        "columns": {name: _digest_of(table[name]) for name in table.column_names},
     }
     facts, path = with_digest(facts), context.data_dir.path / KNOWN_NAME
     with suppress(pa.ArrowException, OSError, ValueError, KeyError, TypeError):
-        if _facts(feather.read_table(path, memory_map=False)) == facts:
+        if _facts(feather.read_table(path, columns=["heldout"], memory_map=False)) == facts:
             return
-    table = pa.table({"key": asked.keys.array, "heldout": asked.heldout_D})
     table = table.replace_schema_metadata({"spectrain": json.dumps(facts)})
     with replacing(path, "what is known of the prompts") as partial:
         feather.write_feather(table, str(partial), compression="zstd")
+
+
+def _table(context: Context) -> pa.Table:
+    """A row a prompt, training prompts first. Without what only its screen knows, where it was not screened here."""
+    asked, prompts, screen = context.asked, context.prompts, context.screen
+    told = [*(None for _ in prompts.train), *map(_text, prompts.heldout)]
+    columns = {"key": asked.keys.array, "heldout": pa.array(asked.heldout_D)}
+    columns["heldout prompt"] = pa.array(told, pa.string())
+    if screen is not None and all(map(screen.has_seen, prompts.train)):
+        short = [_short(c, screen) for c in prompts.train] + [(0, 0)] * len(prompts.heldout)
+        numbers = np.array(short, dtype=np.uint64).reshape(-1, 2)
+        columns |= {name: pa.array(numbers[:, side]) for side, name in enumerate(_SEEN)}
+    return pa.table(columns)
+
+
+def _text(conversation: Conversation) -> str:
+    return json.dumps(asdict(conversation), ensure_ascii=False)
+
+
+def _conversation(text: str) -> Conversation:
+    fields = json.loads(text)
+    tuples = {name: None if fields[name] is None else tuple(fields[name]) for name in ("turns", "tools", "answers")}
+    return Conversation(**(fields | tuples))
+
+
+def _short(conversation: Conversation, screen: PromptScreen) -> tuple[int, int]:
+    """The first 8 bytes of a prompt's digest and of that of its ids: enough to say that it is not among some."""
+    return int(conversation.prompt_digest()[:16], 16), int.from_bytes(screen.digest(conversation)[:8], "big")
 
 
 def _files(config: SpectrainConfig, run_dir: Path, settled: bool = False) -> tuple[str, DrawnPrompts | None] | None:
@@ -186,8 +248,9 @@ def target_digest(context: Context) -> str:
     return digest_strings([screening, keys])
 
 
-def _digest(keys: Strings, heldout_D: np.ndarray) -> str:
-    digest = hashlib.sha256(heldout_D.tobytes())
-    for key in keys:
-        digest.update(f"{key}\n".encode())
+def _digest_of(column: pa.ChunkedArray) -> str:
+    """Of its values, however they lie in memory."""
+    digest = hashlib.sha256()
+    for first in range(0, len(column), _CHUNK):
+        digest.update(json.dumps(column.slice(first, _CHUNK).to_pylist()).encode())
     return digest.hexdigest()

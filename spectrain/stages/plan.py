@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from spectrain.config.schema import EngineConfig
 from spectrain.data.hidden_states import StoreMeta, bytes_per_token
 from spectrain.data.prompts import Conversation, PromptSplit
+from spectrain.stages.closed_form import closed_form_work
 from spectrain.stages.context import Context
 from spectrain.stages.plan_states import engine_devices, target_passes
 from spectrain.stages.target_size import active_parameters, target_bytes, target_parameters
@@ -359,11 +360,12 @@ def stage_seconds(context: Context, numbers: Estimate, speed: MachineSpeed) -> d
     epochs = training_epochs(context)
     captured, asked = target_passes(context, epochs, ranks)
     train_flops_per_s = (speed.train_flops_per_s or speed.flops_per_s) * speed.train_share * ranks
+    init = closed_form_work(context, numbers.generated_tokens, speed, ranks)
     answers = config.suite.max_prompts * (config.suite.max_new_tokens or config.sampling.max_new_tokens)
     return {
         "generate": forward + decode_steps * _decode_s(context, numbers, speed, _requests_together(config.engine)),
         "capture": forward * captured,
-        "fit": fit_flops(context, numbers) * epochs / train_flops_per_s + forward * asked,
+        "fit": fit_flops(context, numbers) * epochs / train_flops_per_s + forward * asked + init.seconds,
         "eval": (len(config.suite.baselines) + 1)
         * answers
         / config.suite.concurrency

@@ -9,9 +9,11 @@ from rich.table import Table
 
 from spectrain.console import duration_text, say, stdout
 from spectrain.files import bytes_text
+from spectrain.stages.closed_form import closed_form_work
 from spectrain.stages.context import Context
 from spectrain.stages.plan import (
     Estimate,
+    MachineSpeed,
     device_speed,
     estimate,
     fit_flops,
@@ -161,7 +163,8 @@ def _decisions(context: Context) -> list[Decision]:
 
 def _cost_lines(context: Context, skipped: set[str]) -> list[tuple[str, str]]:
     numbers = estimate(context)
-    every = stage_seconds(context, numbers, device_speed(context))
+    speed = device_speed(context)
+    every = stage_seconds(context, numbers, speed)
     seconds = {name: value for name, value in every.items() if name in context.command.stages and name not in skipped}
     captures = "capture" not in skipped and context.planned_device is None
     beside = " beside it" if context.config.states_computed == "inprocess" else ""
@@ -174,7 +177,7 @@ def _cost_lines(context: Context, skipped: set[str]) -> list[tuple[str, str]]:
             f"target {bytes_text(numbers.target_bytes)}, training {bytes_text(numbers.train_bytes)} a rank{beside}",
         ),
         *_parameter_lines(context, numbers),
-        *_work_lines(context, numbers, every),
+        *_work_lines(context, numbers, every, speed),
         (
             "time",
             ", ".join(f"{name} {duration_text(value)}" for name, value in seconds.items())
@@ -192,7 +195,9 @@ def _parameter_lines(context: Context, numbers: Estimate) -> list[tuple[str, str
     ]
 
 
-def _work_lines(context: Context, numbers: Estimate, seconds: dict[str, float]) -> list[tuple[str, str]]:
+def _work_lines(
+    context: Context, numbers: Estimate, seconds: dict[str, float], speed: MachineSpeed
+) -> list[tuple[str, str]]:
     """Operations, devices, and how fast hidden states go from capture to training."""
     device, config, ranks = context.planned_device, context.config, planned_ranks(context)
     epochs = training_epochs(context)
@@ -212,6 +217,7 @@ def _work_lines(context: Context, numbers: Estimate, seconds: dict[str, float]) 
             f"{2 * active_parameters(context.spec) * numbers.tokens:.2g} operations for one pass of the target, "
             f"{fit_flops(context, numbers) * epochs:.2g} for training",
         ),
+        *_init_lines(context, numbers, speed),
         (
             "states",
             f"{writes} {bytes_text(read)}/s, a rank {bytes_text(read / ranks)}/s",
@@ -223,6 +229,16 @@ def _target_devices(context: Context) -> str:
     config = context.config
     spread = config.engine.name == "hf" and config.target.device_map is not None
     return "devices as target.device_map says" if spread else str(engine_devices(config))
+
+
+def _init_lines(context: Context, numbers: Estimate, speed: MachineSpeed) -> list[tuple[str, str]]:
+    ranks = planned_ranks(context)
+    work = closed_form_work(context, numbers.generated_tokens, speed, ranks)
+    if not work.operations:
+        return []
+    shared = f", shared by {ranks} ranks" if ranks > 1 else ""
+    what = f"{work.operations:.2g} operations at {work.positions:,.0f} positions{shared}"
+    return [("", f"closed-form initialisation: {what}: {duration_text(work.seconds)} of fit (drafter.init_seconds)")]
 
 
 # --- memory of a rank ----------------------------------------------------------------------------------------------

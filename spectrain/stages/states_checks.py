@@ -90,7 +90,7 @@ def _to_capture(context: Context) -> tuple[list[Conversation], int]:
     """Conversations that have no hidden states yet, and the bytes of those that will be removed before."""
     from spectrain.data.hidden_states import INDEX_NAME
     from spectrain.data.response_parts import DamagedPartError
-    from spectrain.data.shard_damage import stored_keys
+    from spectrain.data.shard_damage import stored_key_column
     from spectrain.stages import capture
 
     prompts, folder = context.prompts, context.data_dir.hidden_states
@@ -104,8 +104,8 @@ def _to_capture(context: Context) -> tuple[list[Conversation], int]:
         return [], 0
     if decision.action == "restart":
         return [*prompts.train, *prompts.heldout], sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    stored = stored_keys(folder)
-    if stored.issuperset(context.splits):
+    missing_D = stored_key_column(folder).places_of(context.asked.keys) < 0
+    if not missing_D.any():
         return [], 0  # without reading a prompt
     asked = [*prompts.train, *prompts.heldout]
-    return [conversation for conversation, key in zip(asked, context.splits, strict=True) if key not in stored], 0
+    return [conversation for conversation, missing in zip(asked, missing_D.tolist(), strict=True) if missing], 0

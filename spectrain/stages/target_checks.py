@@ -56,7 +56,6 @@ def _check_prompts(context: Context) -> None:
 
     from spectrain.data.responses import ResponseStore
     from spectrain.engines.conversations import Dialogue, Turns
-    from spectrain.stages.answer_suite import answer_limit, suite_prompts
 
     command, longest = context.command, context.config.target.max_length
     if context.prompts_or_none is None and context.config.data.selects:
@@ -74,6 +73,8 @@ def _check_prompts(context: Context) -> None:
             Turns(Dialogue, context.template, context.eos_ids, context.sampling, longest).check(imported, quiet=True)
             _CHECKED.add(asked_for)
     if command.asks_suite(context.config.sweep.suites):
+        from spectrain.stages.answer_suite import answer_limit, suite_prompts  # and with it what draws a report
+
         for conversation in suite_prompts(context):
             answer_limit(context, conversation, context.template.first_prompt_ids(conversation))
 

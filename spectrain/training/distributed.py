@@ -127,6 +127,12 @@ class Ranks:
         distributed.all_gather_object(found, value, group=self.waiting)
         return found
 
+    def summed(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Over all ranks, on the device where it lies; ``tensor`` itself is changed."""
+        if self.count > 1:
+            distributed.all_reduce(tensor)
+        return tensor
+
     @contextmanager
     def keeping(self, keep: signals.Keep) -> Iterator[None]:
         """``signals.keeping``; ``keep`` is called, too, where another rank is gone, which ends this one."""

@@ -21,6 +21,7 @@ import math
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -145,9 +146,20 @@ def resident_bytes(field: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def worker(side: str, draft_vocab: int, steps: int) -> dict[str, float]:
+def print_profile(step: Callable[[], None], peak: float, executed: float) -> None:
+    """Where the time of a step goes, by torch's profiler, beside what its products would take at the peak."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        step()
+    rows = sorted(profiler.key_averages(), key=lambda row: -row.self_cpu_time_total)
+    total = sum(row.self_cpu_time_total for row in rows)
+    print(f"{total / 1e6:.3f} s, of which products at the peak would take {executed / peak / (total / 1e6):.0%}")
+    for row in rows[:16]:
+        print(f"{row.self_cpu_time_total / total:>7.1%} {row.count:>6} x {row.key}")
+
+
+def worker(side: str, draft_vocab: int, steps: int, threads: int = 2, profiles: bool = False) -> dict[str, float]:
     torch.manual_seed(0)
-    torch.set_num_threads(2)
+    torch.set_num_threads(threads)
     head = make_head()
     drafter, batch = make_drafter(draft_vocab, head), make_batch(head)
     if side == "reference":
@@ -174,6 +186,8 @@ def worker(side: str, draft_vocab: int, steps: int) -> dict[str, float]:
     }
     with FlopCounterMode(display=False, custom_mapping=onednn) as counter:
         step()
+    if profiles:
+        print_profile(step, peak_operations_per_s(), float(counter.get_total_flops()))
     return {
         "tokens_per_s": batch.num_tokens / min(times),
         "peak_bytes": peak_bytes,
@@ -190,10 +204,14 @@ def main() -> None:
     parser.add_argument("--draft-vocab", type=int, default=8192)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--profile", action="store_true", help="where the time goes, of our side alone, on one thread")
     parser.add_argument("--side", choices=("spectrain", "reference"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
         print(json.dumps(worker(options.side, options.draft_vocab, options.steps)))
+        return
+    if options.profile:
+        worker("spectrain", options.draft_vocab, options.steps, threads=1, profiles=True)
         return
     best: dict[str, dict[str, float]] = {}
     for _ in range(options.rounds):

@@ -3,6 +3,7 @@ nothing goes on with wrong data in silence.
 """
 
 import json
+import os
 
 import pytest
 
@@ -55,6 +56,26 @@ def test_of_a_damaged_shard_only_its_documents_are_captured_again(spectrain, run
     assert {name: after.get(name) for name in before if name != bad} == {
         name: content for name, content in before.items() if name != bad
     }
+    assert documents(folder) == texts
+    StoredHiddenStates(folder).verify_checksums()
+
+
+def test_where_there_is_much_a_damaged_shard_is_found_when_it_is_read_and_mended_by_the_next_command(
+    spectrain, run_dir
+):
+    folder = run_dir / "hidden_states"
+    before, texts = contents(folder), documents(folder)
+    bad = sorted(before)[1]
+    flip(folder / bad)
+    for path in folder.glob("shard-*"):
+        os.utime(path, ns=(1, 1))  # long ago, as after a copy from another disk
+    much = ("trainer.seed=9", "hidden_states.verify_at_start_bytes=0", "drafter.init=target")
+    code, said = spectrain("fit", *much)
+    assert code == 1
+    assert f"{folder / bad} has changed since it was written, its checksum is not that of the index" in said
+    code, said = spectrain("fit", *much)
+    assert code == 0
+    assert f"{folder / bad} does not have the checksum of the index: its documents are captured again" in said
     assert documents(folder) == texts
     StoredHiddenStates(folder).verify_checksums()
 

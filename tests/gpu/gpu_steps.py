@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from training_step import QWEN3_8B, Text, TrainingStep
 
 from spectrain.config.plan_schema import DEVICES
-from spectrain.stages.fit import solve_on
+from spectrain.stages.closed_form import solve_on
 
 KINDS = ("eagle3", "peagle", "dflash", "dspark", "dflash2")
 _BLOCKS = ("drafter.block.block_size=8", "drafter.block.anchors=128", "drafter.dspark.markov_rank=32")

@@ -119,8 +119,8 @@ MUTATIONS = (
     Mutation(
         "what is only gathered counts as stored",
         DATA + "hidden_states_writer.py",
-        "return set(self._done)",
-        "return set(self._known)",
+        'need not be captured again."""\n        return {*self._stored, *self._added}',
+        'need not be captured again."""\n        return set(self._known)',
         (STORE, "tests/unit/test_adopt_states.py"),
     ),
     Mutation(
@@ -154,15 +154,15 @@ MUTATIONS = (
     Mutation(
         "one scale for a whole document in int8",
         DATA + "state_types.py",
-        "scale = x.float().abs().amax(dim=-1) / 127",
-        "scale = (x.float().abs().amax() / 127).expand(x.shape[:-1])",
+        "else size.amax(dim=-1)) / largest",
+        "else size.amax().expand(x.shape[:-1])) / largest",
         (STORE,),
     ),
     Mutation(
         "int8 steps of 1/128",
         DATA + "state_types.py",
-        "scale = x.float().abs().amax(dim=-1) / 127",
-        "scale = x.float().abs().amax(dim=-1) / 128",
+        "else size.amax(dim=-1)) / largest",
+        "else size.amax(dim=-1)) / (largest + 1)",
         (STORE,),
     ),
     Mutation(
@@ -273,7 +273,7 @@ MUTATIONS = (
     Mutation(
         "training prompts that the template makes equal to held-out ones stay",
         DATA + "prompt_screening.py",
-        "kept = [conversation for conversation in train if self._digest(conversation) not in same]",
+        "kept = [conversation for conversation in train if self.digest(conversation) not in same]",
         "kept = train",
         ("tests/unit/test_prompt_screening.py",),
     ),
@@ -336,15 +336,15 @@ MUTATIONS = (
     Mutation(
         "the sample for the draft vocabulary is the beginnings of documents",
         DATA + "corpus_counts.py",
-        "ranks[document_P == index] - (ends_D[index] - predicting_D[index])",
-        "np.arange((document_P == index).sum())",
+        "within_P = ranks - (ends_D - predicting_D)[document_P]",
+        "within_P = np.arange(len(ranks)) - np.searchsorted(document_P, document_P)",
         ("tests/unit/test_corpus_counts.py",),
     ),
     Mutation(
         "a response that is stored twice counts twice",
         DATA + "response_parts.py",
-        "own_D[own_D] = ~found[place_D[own_D]]",
-        "pass",
+        "own_R[rows[rows >= 0]] = True",
+        "own_R = keys.places_of(Strings.joined(keys_of(path) for path in parts)) >= 0",
         (RESPONSES,),
     ),
     Mutation(
@@ -366,6 +366,34 @@ MUTATIONS = (
         "spectrain/stages/context.py",
         " and known.target == target_digest(self)",
         "",
+        ("tests/unit/test_known_prompts.py",),
+    ),
+    Mutation(
+        "a group of channels is quantised with another group's scale",
+        DATA + "state_types.py",
+        "scale.repeat_interleave(GROUP, dim=-1)",
+        "scale.roll(1, -1).repeat_interleave(GROUP, dim=-1)",
+        (STORE,),
+    ),
+    Mutation(
+        "8 bits reach the device without their values",
+        DATA + "packing.py",
+        "non_blocking=True))._decoded()",
+        "non_blocking=True))",
+        ("tests/unit/test_loader.py",),
+    ),
+    Mutation(
+        "a shard that is compared at its first read is never compared",
+        DATA + "hidden_states.py",
+        "if self.before_reading is not None:",
+        "if False:",
+        ("tests/unit/test_shard_damage.py",),
+    ),
+    Mutation(
+        "a suite's prompts are looked for among the held-out ones",
+        "spectrain/stages/known_prompts.py",
+        "train_D = ~self.asked.heldout_D",
+        "train_D = self.asked.heldout_D",
         ("tests/unit/test_known_prompts.py",),
     ),
 )

@@ -76,4 +76,18 @@ MUTATIONS = (
         "log_normalizer_C = logits_CD.logsumexp(-1)",
         ("tests/unit/test_losses.py",),
     ),
+    Mutation(
+        "of several processes each caps the text by itself",
+        "spectrain/drafters/shared_solving.py",
+        "return sum(counts[: self.peers.index]), sum(counts)",
+        "return 0, sum(counts)",
+        ("tests/unit/test_shared_solving.py",),
+    ),
+    Mutation(
+        "what other processes add to a sum is left out",
+        "spectrain/drafters/init_from_target.py",
+        "self._text.total(self.xx), self._text.total(self.xy)",
+        "self._text.total(self.xx), self.xy",
+        ("tests/unit/test_shared_solving.py",),
+    ),
 )

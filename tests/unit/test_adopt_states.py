@@ -98,7 +98,7 @@ def adopter(folder: Path, responses: list[Response], meta: StoreMeta) -> tuple[H
     return writer, Adopter(writer, HEAD, {response.key: response for response in responses})
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int8_grouped", "float8_e4m3"])
 def test_a_shard_whose_documents_are_all_wanted_becomes_part_of_the_store(tmp_path: Path, dtype: str) -> None:
     meta, responses = make_meta(dtype), [make_response(n, 5 + n) for n in range(4)]
     session = Session(tmp_path, meta)

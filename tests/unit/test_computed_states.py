@@ -108,6 +108,9 @@ METAS = {
     "last tap": make_meta("bfloat16", taps=(5, 1)),
     "last tap in 8 bits": make_meta("int8", taps=(1, 5)),
     "keys and values": make_meta("int8", taps=(), kv=True),
+    "groups of channels": make_meta("int8_grouped", taps=(1, 5)),
+    "keys and values in groups": make_meta("int8_grouped", taps=(), kv=True),
+    "floats of 8 bits": make_meta("float8_e4m3", kv=True),
 }
 
 
@@ -135,7 +138,7 @@ def test_documents_are_those_of_a_store_to_the_bit(meta: StoreMeta, keep: str, t
     assert len(target.asked) == (12 if keep == "nothing" else 6)
     requests = [BatchRequest((5, 0, 2), 8), BatchRequest((1,), 8)]
     batches = [list(BatchLoader(states, iter(requests), torch.device("cpu"))) for states in (source, store)]
-    for ours, theirs in zip(*batches, strict=True):
+    for ours, theirs in zip(*((batch.to("cpu") for batch in one) for one in batches), strict=True):
         assert ours.taps_TAH.equal(theirs.taps_TAH) and ours.last_hidden_TH.equal(theirs.last_hidden_TH)
         assert ours.input_ids_T.equal(theirs.input_ids_T) and ours.loss_mask_T.equal(theirs.loss_mask_T)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from drafter_tools import MemoryStore
 from test_hidden_states import make_meta, make_states, shard_of_tokens
 
 from spectrain.data import corpus_counts
-from spectrain.data.corpus_counts import count_tokens, sample_positions
+from spectrain.data.corpus_counts import count_tokens, sampled_hidden
 from spectrain.data.hidden_states import ShardFile, StoredHiddenStates, TargetStates
 from spectrain.data.hidden_states_writer import HiddenStatesWriter
 from spectrain.stages import fit
@@ -84,16 +85,19 @@ def test_of_no_documents_there_is_nothing_to_count(tmp_path: Path) -> None:
     assert count_tokens(write(tmp_path, "float32"), [], V, 8).used_V.sum() == 0
 
 
-def sampled(source: object, asked: list[int], most: int) -> list[tuple[int, int]]:
-    found = count_tokens(source, asked, V)  # type: ignore[arg-type]
-    drawn = sample_positions(source, asked, found.predicting_D, most)  # type: ignore[arg-type]
-    return [(number, position) for number, positions in drawn for position in positions.tolist()]
+def sampled(source: Any, asked: list[int], most: int) -> list[tuple[int, int]]:
+    """Document and position of each hidden state of the sample, told by its values."""
+    found = count_tokens(source, asked, V)
+    rows = {h.numpy().tobytes(): (n, t) for n in asked for t, h in enumerate(source[n].last_hidden)}
+    return [rows[h.numpy().tobytes()] for h in sampled_hidden(source, asked, found.predicting_D, most)]
 
 
 def test_a_sample_that_holds_all_is_every_position_before_a_generated_token(tmp_path: Path) -> None:
     made, asked = documents(), [8, 0, 3, 1, 9, 6, 5, 2]
     wanted = [(n, t) for n in asked for t in range(len(made[n].loss_mask) - 1) if made[n].loss_mask[t + 1]]
-    assert sampled(write(tmp_path, "int8"), asked, 10_000) == wanted
+    store = write(tmp_path, "int8")
+    assert sampled(store, asked, 10_000) == wanted
+    assert all(shard._tensors is None for shard in store.shards)  # no map stays, whose pages count as memory
     assert sampled(MemoryStore(made), asked, len(wanted)) == wanted
 
 

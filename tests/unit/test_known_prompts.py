@@ -4,6 +4,7 @@ read.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +15,15 @@ from workplace import make
 from spectrain.config.commands import COMMANDS
 from spectrain.config.loading import compose
 from spectrain.data import prompts
+from spectrain.data.prompt_screening import PromptScreen
 from spectrain.data.responses import Response, ResponseStore
+from spectrain.errors import ConfigError
 from spectrain.files import FileState
-from spectrain.stages import known_prompts
+from spectrain.stages import checks, known_prompts
+from spectrain.stages.answer_suite import suite_prompts
 from spectrain.stages.checks import prepare
 from spectrain.stages.context import Context
+from spectrain.stages.generate import generate
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +74,89 @@ def test_what_is_remembered_is_what_is_read(arguments: list[str], begun: Path, m
         assert facts(known) == facts(read)
     assert list(known.prompts.train) == list(read.prompts.train)
     assert [c.where for c in known.prompts.heldout[1:3]] == [c.where for c in read.prompts.heldout[1:3]]
+
+
+@pytest.fixture
+def nobody_reads(begun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known_prompts, "run_prompts", lambda *_, **__: pytest.fail("reads prompts"))
+    monkeypatch.setattr(checks, "check_disk", lambda _: None)  # of states that are still to be captured, it sizes them
+
+
+@pytest.mark.usefixtures("nobody_reads")
+def test_responses_that_are_all_there_are_finished_without_a_prompt(arguments: list[str], begun: Path) -> None:
+    context = prepared(arguments, begun)
+    with context.run_dir.locked():
+        context.open_run_dir()
+        generate(context)
+    made = context.run_dir.outputs("generate")
+    assert made["responses"] == len(context.asked)
+    assert (made["generated_tokens"], made["tokens"]) == (2 * len(context.asked), 3 * len(context.asked))
+
+
+@pytest.mark.usefixtures("nobody_reads")
+@pytest.mark.parametrize("command", ["run", "eval"])
+def test_measuring_held_out_prompts_reads_no_training_prompt(
+    arguments: list[str], begun: Path, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "check_drafter_folder", lambda *_: None)
+    monkeypatch.setattr(checks, "check_measured", lambda *_: None)
+    monkeypatch.setattr(checks, "check_drafter_digests", lambda *_: None)
+    context = prepared(arguments, begun, command=command)
+    assert suite_prompts(context) == prompts.load_prompts(begun / "heldout.jsonl")[::2]  # three, evenly spaced
+
+
+def suite(folder: Path, *texts: str) -> list[str]:
+    lines = [json.dumps({"turns": [text]}) for text in texts]
+    (folder / "asked.jsonl").write_text("\n".join(lines) + "\n")
+    return ["suite=jsonl", f"suite.prompts={folder / 'asked.jsonl'}"]
+
+
+@pytest.mark.usefixtures("nobody_reads")
+def test_a_suite_of_new_prompts_is_compared_with_what_is_remembered(arguments: list[str], begun: Path) -> None:
+    assert prepared(arguments, begun, *suite(begun, "Which of these is new?"), command="run").known is not None
+
+
+def test_a_prompt_that_the_template_makes_equal_to_a_training_prompt_may_be_one(
+    arguments: list[str], begun: Path
+) -> None:
+    context = prepared(arguments, begun)
+    trained, screen = prompts.load_prompts(begun / "train.jsonl")[3], PromptScreen(context.template, 256)
+
+    class Alike(PromptScreen):
+        def digest(self, conversation: prompts.Conversation) -> bytes:
+            return screen.digest(trained)
+
+    new = prompts.Conversation("new", ("Which of these is new?",))
+    assert context.known is not None
+    assert not context.known.may_train_on([new], screen)
+    assert context.known.may_train_on([new], Alike(context.template, 256))
+
+
+def test_a_suite_with_a_training_prompt_is_refused_as_where_prompts_are_read(arguments: list[str], begun: Path) -> None:
+    (_, trained, *_) = prompts.load_prompts(begun / "train.jsonl")
+    asked = suite(begun, "Which of these is new?", trained.turns[0])
+    refused = []
+    for more in ([], ["run.dir=" + str(begun / "another")]):
+        with pytest.raises(ConfigError) as error:
+            prepared(arguments, begun, *asked, *more, command="run")
+        refused.append(str(error.value))
+    assert refused[0] == refused[1]
+    assert "suite.prompts: 1 of its prompts" in refused[0]
+
+
+@pytest.mark.parametrize("column", ["heldout prompt", "prompt digest"])
+def test_a_further_column_that_changed_is_not_believed(arguments: list[str], begun: Path, column: str) -> None:
+    path = begun / "run" / known_prompts.KNOWN_NAME
+    table = feather.read_table(path, memory_map=False)
+    number = table.column_names.index(column)
+    changed = table[column].take(np.roll(np.arange(len(table)), 1))
+    feather.write_feather(table.set_column(number, column, changed), str(path))
+    context = prepared(arguments, begun)
+    assert context.known is not None
+    if column == "heldout prompt":
+        assert list(context.prompts.heldout) == prompts.load_prompts(begun / "heldout.jsonl")
+    else:
+        assert context.known.may_train_on(context.prompts.heldout, PromptScreen(context.template, 256))
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from torch import Tensor
 from spectrain.data.hidden_states import StoredHiddenStates, TargetStates
 from spectrain.data.loader import BatchLoader, BatchRequest
 from spectrain.data.packing import Draw, PackedBatch, pack_batch
+from spectrain.data.state_types import STATE_DTYPES
 from spectrain.errors import InputError, RunError
 
 OPTIONS = Options(reduced=True)
@@ -73,6 +74,19 @@ def test_batches_are_those_of_their_requests_in_order(tmp_path: Path, workers: i
     assert len(found) == len(expected) == 9
     for ours, theirs in zip(found, expected, strict=True):
         assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int8_grouped", "float8_e4m3"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_8_bits_travel_as_they_are_and_become_what_a_reader_sees(tmp_path: Path, workers: int, dtype: str) -> None:
+    store = write_store(tmp_path, documents(), OPTIONS.taps, dtype)
+    expected = [pack_batch([store[d] for d in r.documents], r.max_tokens, r.draw) for r in requests()]
+    with BatchLoader(store, iter(requests()), CPU, workers) as loader:
+        for batch, theirs in zip(loader, expected, strict=True):
+            assert batch.taps_TAH.dtype == batch.last_hidden_TH.dtype == STATE_DTYPES[dtype]
+            assert batch.taps_TAH.element_size() == 1
+            assert theirs.taps_TAH.dtype == torch.float32
+            assert_same(batch.to(CPU), theirs)
 
 
 def test_workers_train_the_same_drafter_to_the_bit(tmp_path: Path) -> None:

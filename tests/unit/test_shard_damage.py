@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,16 @@ from test_hidden_states import make_meta, make_states, shard_of_tokens
 
 from spectrain.data.hidden_states import ShardFile, StoredHiddenStates
 from spectrain.data.hidden_states_writer import HiddenStatesWriter
-from spectrain.data.shard_damage import damaged_shards, readable_shards, stored_keys, take_out, unverified
-from spectrain.errors import InputError
+from spectrain.data.shard_damage import (
+    damaged_shards,
+    found_damaged,
+    readable_shards,
+    stored_keys,
+    take_out,
+    unverified,
+    verify_at_first_read,
+)
+from spectrain.errors import InputError, RunError
 from spectrain.files import FileState
 
 NAMES = [f"shard-0000{number}.safetensors" for number in range(3)]
@@ -108,6 +117,32 @@ def test_what_was_verified_is_not_read_again_until_it_changes(store: Path, monke
     os.utime(store / NAMES[1], ns=(state.st_atime_ns, state.st_mtime_ns - 10**9))
     assert damage(store) == {NAMES[1]}
     assert damage(store) == {NAMES[1]}  # what is damaged is not remembered as read
+
+
+def test_a_shard_that_was_never_read_is_compared_by_whoever_reads_it_first(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in another process, which gets the source pickled; and once, whoever it was."""
+    monkeypatch.setattr(FileState, "settled", True)
+    flip(store / NAMES[1], -1)
+    read: list[str] = []
+    verify = ShardFile.verify
+    monkeypatch.setattr(ShardFile, "verify", lambda shard, on: (read.append(shard.path.name), verify(shard, on)))
+    opened = StoredHiddenStates(store)
+    verify_at_first_read(store, opened.shards)
+    assert read == []
+    elsewhere = pickle.loads(pickle.dumps(opened))
+    for source in (elsewhere, opened):
+        assert source[0].taps.equal(make_states(0, 10).taps)
+        with pytest.raises(RunError, match=f"{NAMES[1]} has changed"):
+            source[2]
+        assert source[5].taps.equal(make_states(5, 10).taps)
+    assert read == [*NAMES, NAMES[1]]  # what was whole is not read again
+    again = StoredHiddenStates(store)
+    assert [shard.path.name for shard in unverified(store, again.shards)] == [NAMES[1]]
+    assert [shard.path.name for shard in found_damaged(store, again.shards)] == [NAMES[1]]
+    os.utime(store / NAMES[1])  # somebody has put another file there
+    assert found_damaged(store, again.shards) == []
 
 
 def test_another_shard_of_the_same_name_was_not_verified(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:

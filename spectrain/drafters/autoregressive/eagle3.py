@@ -37,6 +37,7 @@ from spectrain.drafters.autoregressive.autoregressive_drafter import (
 )
 from spectrain.drafters.autoregressive.eagle3_init import init_eagle3
 from spectrain.drafters.autoregressive.unroll import AutoregressiveLayer, Columns, unroll
+from spectrain.drafters.closed_form_size import MAX_COLUMNS_PER_DIM, column_operations
 from spectrain.drafters.drafter import Advance, Batches, DrafterShape
 from spectrain.drafters.field_checks import check_sizes, flag, whole
 from spectrain.drafters.foreign_checkpoints import (
@@ -86,6 +87,14 @@ class Eagle3Shape(DrafterShape):
     @property
     def hidden_size(self) -> int:
         return self.layer.hidden_size
+
+    def closed_form_size(self, config: DrafterConfig) -> tuple[int, float]:
+        taps_width, steps = len(self.taps) * self.hidden_size, self.solved_steps(config)
+        return MAX_COLUMNS_PER_DIM * 2 * self.hidden_size, column_operations(self.layer, taps_width, steps)
+
+    def solved_steps(self, config: DrafterConfig) -> int:
+        """Of a round, those that the closed-form initialisation solves for."""
+        return config.autoregressive.ttt_steps
 
 
 class Eagle3Layer(AutoregressiveLayer):
@@ -166,7 +175,7 @@ class Eagle3(AutoregressiveDrafter):
     """EAGLE-3 with any number of taps."""
 
     method = "eagle3"
-    has_closed_form = True
+    has_closed_form = solves_together = True
     body_type: ClassVar[Any] = Eagle3Body
     shape: Eagle3Shape
     body: Eagle3Body

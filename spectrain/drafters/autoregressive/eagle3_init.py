@@ -28,8 +28,8 @@ token, keys what can be told of the code of x_s from the column's input (again r
 slower rotary pairs, where distance matters little.
 
 All y are divided by their root mean square (the norm before the head undoes it), so that no token outweighs another.
-Costs seven passes over at most ``MAX_COLUMNS_PER_DIM``·2H columns and, a column, 2·((A·H)² + (3H)² + K·I'² ) operations
-for the sums of squares (I'²: of the MLP's units twice, and of the heads).
+Costs seven passes over at most ``MAX_COLUMNS_PER_DIM``·2H columns and, a column, ``column_operations`` for the sums of
+squares, which several processes share (``shared_solving.py``).
 """
 
 from __future__ import annotations
@@ -44,15 +44,16 @@ from torch import Tensor
 
 from spectrain.data.packing import PackedBatch
 from spectrain.drafters.autoregressive.unroll import ColumnLayout, Columns, unrolled_attention
+from spectrain.drafters.closed_form_size import MAX_COLUMNS_PER_DIM, column_operations
 from spectrain.drafters.drafter import Advance, Batches
 from spectrain.drafters.init_from_target import Gram, unit
 from spectrain.drafters.layers import Rotary
+from spectrain.drafters.shared_solving import SharedText, shared
 from spectrain.target.head import TargetHead
 
 if TYPE_CHECKING:
     from spectrain.drafters.autoregressive.eagle3 import Eagle3Body
 
-MAX_COLUMNS_PER_DIM = 64
 _PASSES = 7  # over the text
 # Price of a feature's distance from y_t, against the error of the first step: at 0 the features of the first step lie
 # where those of later steps never do, and one attention cannot serve both.
@@ -74,27 +75,39 @@ class InitText:
     """
 
     head: TargetHead
-    batches: Batches
+    batches: SharedText
     most: int
     advance: Advance
 
     def columns(self, steps: int = 1) -> Iterator[tuple[PackedBatch, Columns]]:
-        """One pass: batches with their counted columns, until ``most`` columns have been seen."""
+        """One pass: this process's batches with their counted columns, until all have seen ``most`` columns."""
         seen = 0
-        for batch in self.batches():
-            columns = Columns.build(batch, steps)
-            if len(columns.query_M):
+        for batch in self.batches.in_rounds():
+            columns = None if batch is None else Columns.build(batch, steps)
+            before, new = self.batches.turn(0 if columns is None else len(columns.query_M))
+            if batch is not None and columns is not None and len(columns.query_M) and seen + before < self.most:
                 yield batch, columns
-            new = min(len(columns.query_M), self.most - seen)
+            new = min(new, self.most - seen)
             seen += new
             self.advance(100 / _PASSES * new / self.most)
             if seen >= self.most:
                 return
         self.advance(100 / _PASSES * (1 - seen / self.most))
 
+    def gram(self) -> Gram:
+        """Of sums over the text."""
+        return Gram(self.batches)
+
     def embeddings(self, batch: PackedBatch, positions: Tensor) -> Tensor:
         """Of the tokens there."""
         return self.head.embed_rows(batch.input_ids_T[positions]).float()
+
+
+def init_text(body: Eagle3Body, head: TargetHead, batches: Batches, steps: int, advance: Advance) -> InitText:
+    """The text for a body: as many columns as the solution is worth, or as there are operations for."""
+    text, each = shared(batches), column_operations(body.shape.layer, body.fc.in_features, steps)
+    width = body.layers[0].self_attn.q_proj.in_features
+    return InitText(head, text, text.at_most(MAX_COLUMNS_PER_DIM * width, each), advance)
 
 
 @torch.no_grad()
@@ -110,24 +123,27 @@ def init_eagle3(
     """
     layer = body.layers[0]
     width = layer.self_attn.q_proj.in_features
-    text = InitText(head, batches, MAX_COLUMNS_PER_DIM * width, advance)
-    fuse, used = Gram(), 0
+    text = init_text(body, head, batches, steps, advance)
+    fuse, used = text.gram(), 0
     for batch, columns in text.columns():
         t_P = columns.query_M
         y_PH = unit(batch.last_hidden_TH[t_P])
         fuse.add(_tap_inputs(body, batch, t_P), body.feed_back(y_PH, body.norm(y_PH)))
         used += len(t_P)
+    used = int(text.batches.total(float(used)))
     if used < width:
         return 0
+    fuse.gather()
     fc_before = body.fc.weight.clone()
     body.fc.weight.copy_(fuse.solve().T)
 
-    change = Gram()
+    change = text.gram()
     for batch, columns in text.columns():
         t_P = columns.query_M
         residual_PH, x_PI = _column_input(body, text, batch, t_P)
         one_P1 = torch.ones_like(residual_PH[:, :1])
         change.add(x_PI, torch.cat([unit(batch.last_hidden_TH[t_P + 1]) - residual_PH, one_P1], dim=1))
+    change.gather()
     map_IO = change.solve()
     assert isinstance(change.xy, Tensor)
     sum_I, constant_I = change.xy[:, -1], map_IO[:, -1]
@@ -161,14 +177,15 @@ def _move_feature(body: Eagle3Body, text: InitText, fuse: Gram, used: int) -> No
     """
     layer, hidden = body.layers[0], body.shape.hidden_size
     through_e_HH, through_f_HH = _own_column_map(body).split(hidden)
-    left = Gram()
-    left.xx = fuse.xx
+    left = text.gram()
     for batch, columns in text.columns():
         t_P = columns.query_M
         embedding_PH = layer.input_layernorm(text.embeddings(batch, t_P + 1))
         left.xy = left.xy + _product(
             _tap_inputs(body, batch, t_P), unit(batch.last_hidden_TH[t_P + 1]) - embedding_PH @ through_e_HH
         )
+    left.gather()
+    left.xx = fuse.xx
     assert isinstance(fuse.xx, Tensor)
     wanted_IH, fc_IH = left.solve(), body.fc.weight.T.double()
     one_HH = torch.eye(hidden, dtype=fc_IH.dtype, device=fc_IH.device)
@@ -199,7 +216,7 @@ def _match_tokens(
     entries = torch.tensor([*slow, *(pair + half for pair in slow)])
     if shape.num_attention_heads == groups or not slow:
         return
-    told = Gram()
+    told = text.gram()
     squares_HH = torch.zeros(hidden, hidden, dtype=torch.float64, device=attention.k_proj.weight.device)
     mean_H = mean_I[:hidden].float()
     for batch, columns in text.columns():
@@ -208,6 +225,8 @@ def _match_tokens(
         own_PH = layer.input_layernorm(text.embeddings(batch, t_P)) - mean_H
         told.add(x_PI, own_PH)
         squares_HH = squares_HH + _product(own_PH, own_PH)
+    told.gather()
+    squares_HH = text.batches.peers.summed(squares_HH)
     assert isinstance(told.xx, Tensor)
     # Unlike tokens have nearly orthogonal codes, of squared length C on average.
     values_H, vectors_HH = torch.linalg.eigh(squares_HH / used)
@@ -243,20 +262,22 @@ def _solve_outputs(body: Eagle3Body, rotary: Rotary, text: InitText, steps: int,
     for later in body.layers[1:]:
         later.self_attn.o_proj.weight.zero_()
         later.mlp.down_proj.weight.zero_()
-    outputs = Gram()
+    outputs = text.gram()
     for batch, columns in text.columns(steps):
         for step, (residual_PH, heads_PO, y_PH) in enumerate(_chain(body, rotary, text, batch, columns)):
             weight = math.sqrt(decay**step)
             outputs.add(weight * heads_PO, weight * (y_PH - residual_PH))
+    outputs.gather()
     layer.self_attn.o_proj.weight.copy_(outputs.solve().T)
     for _ in range(2):
-        mlp = Gram()
+        mlp = text.gram()
         for batch, columns in text.columns(steps):
             for step, (residual_PH, heads_PO, y_PH) in enumerate(_chain(body, rotary, text, batch, columns)):
                 middle_PH = residual_PH + layer.self_attn.o_proj(heads_PO)
                 units_PU = layer.mlp.hidden(layer.post_attention_layernorm(middle_PH))
                 weight = math.sqrt(decay**step)
                 mlp.add(weight * units_PU, weight * (y_PH - middle_PH))
+        mlp.gather()
         layer.mlp.down_proj.weight.copy_(mlp.solve().T)
 
 

@@ -31,12 +31,14 @@ from spectrain.data.packing import PackedBatch
 from spectrain.data.vocab import DraftVocab
 from spectrain.drafters.autoregressive.autoregressive_drafter import AutoregressiveCache, run_columns
 from spectrain.drafters.autoregressive.eagle3 import Eagle3, Eagle3Body, Eagle3Method, Eagle3Shape
-from spectrain.drafters.autoregressive.eagle3_init import MAX_COLUMNS_PER_DIM, InitText, init_eagle3
+from spectrain.drafters.autoregressive.eagle3_init import InitText, init_eagle3
 from spectrain.drafters.autoregressive.unroll import Attend, ColumnLayout, Columns, first_step, unrolled_attention
+from spectrain.drafters.closed_form_size import MAX_COLUMNS_PER_DIM
 from spectrain.drafters.drafter import Advance, Batches
 from spectrain.drafters.field_checks import check_token
 from spectrain.drafters.mask_token import mask_token_of, resolve_mask_token
 from spectrain.drafters.registry import Corpus
+from spectrain.drafters.shared_solving import shared
 from spectrain.errors import ConfigError
 from spectrain.target.spec import TargetSpec
 
@@ -48,6 +50,9 @@ class PEagleShape(Eagle3Shape):
     """vLLM has neither ``fc_norm`` nor ``norm_output`` for it."""
 
     mask_token_id: int = 0
+
+    def solved_steps(self, config: DrafterConfig) -> int:
+        return 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -107,12 +112,14 @@ class PEagle(Eagle3):
     def _mean_taps(self, batches: Batches) -> Tensor:
         """[A, H]"""
         most = MAX_COLUMNS_PER_DIM * self.shape.hidden_size
-        text = InitText(self.head, batches, most, lambda percent: None)
+        text = InitText(self.head, shared(batches), most, lambda percent: None)
         sums = [
             (batch.taps_TAH[columns.query_M].double().sum(0), len(columns.query_M)) for batch, columns in text.columns()
         ]
-        total_AH = torch.stack([part for part, _ in sums]).sum(0)
-        return (total_AH / sum(count for _, count in sums)).to(self.body.mask_hidden.dtype)
+        own_AH = torch.stack([part for part, _ in sums]).sum(0) if sums else 0.0
+        total_AH = text.batches.total(own_AH)
+        count = text.batches.total(float(sum(count for _, count in sums)))
+        return torch.as_tensor(total_AH / count).to(self.body.mask_hidden.dtype)
 
     def unroll(self, batch: PackedBatch, columns: Columns) -> Tensor:
         """Normed outputs [K, M, H] of all slots, in one pass."""

@@ -52,7 +52,7 @@ from spectrain.target.head import TargetHead
 class BlockDrafter(Drafter):
     """``temperatures``: calibration of the confidence head, one a slot; empty: none."""
 
-    has_closed_form = True
+    has_closed_form = solves_together = True
     shape: BlockShape
     body: BlockBody
 

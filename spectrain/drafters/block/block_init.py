@@ -34,20 +34,18 @@ from torch import Tensor
 from spectrain.data.packing import PackedBatch
 from spectrain.drafters.block.block_attention import BlockLayout, block_attention
 from spectrain.drafters.block.block_training import all_anchors, tokens_ahead
+from spectrain.drafters.closed_form_size import CODED_DRAFTS, SOLVED_LAYERS, block_operations, most_blocks
 from spectrain.drafters.drafter import Advance, Batches
 from spectrain.drafters.init_from_target import RIDGE, Gram, unit
+from spectrain.drafters.shared_solving import SharedText, shared
 
 if TYPE_CHECKING:
     from spectrain.drafters.block.block_drafter import BlockDrafter
     from spectrain.drafters.block.block_model import BlockLayer
 
-ANCHORS_PER_DIM = 16
 ANCHORS_LEAST_PER_DIM = 2
 _LARGEST_STRIDE = 4
-_SAMPLE_BYTES = 8 << 30
-_SOLVED_LAYERS = 2
 _PASSES = 4  # over the sample, a layer
-_CODED_DRAFTS = 3  # drafts whose states choose the codes, if answers are long enough to have them
 _LEAD = 4.0  # score of the last context token over the one before, at the first mask slot
 _SINK = 5.0  # score of a mask slot; of the other kind: minus this
 _SLOWEST_FAST = 0.02  # radians a token
@@ -109,16 +107,13 @@ def init_blocks(drafter: BlockDrafter, batches: Batches, advance: Advance) -> in
 
     Nothing is set with a single key-value head in all, heads too small to hold fast and slow rotary pairs, or fewer
     blocks than unknowns. ``batches`` is called twice; ``advance`` is told about every percent of the work. Holds up to
-    ``ANCHORS_PER_DIM``·H blocks in float32, three times [R, B, H], or as many as there is room for in
-    ``_SAMPLE_BYTES``.
+    ``most_blocks`` in float32, three times [R, B, H].
     """
-    shape = drafter.shape
+    shape, text = drafter.shape, shared(batches)
     hidden, pairs = shape.layer.hidden_size, _Pairs.build(drafter)
-    total = sum(len(all_anchors(batch)) for batch in batches())
-    most, least = (
-        min(ANCHORS_PER_DIM * hidden, _SAMPLE_BYTES // (3 * 4 * shape.block_size * hidden)),
-        ANCHORS_LEAST_PER_DIM * hidden,
-    )
+    least = ANCHORS_LEAST_PER_DIM * hidden
+    most = text.at_most(most_blocks(shape.layer, shape.block_size), block_operations(shape.layer, shape.block_size))
+    total = _count_anchors(text, _LARGEST_STRIDE * most)
     if pairs is None or shape.layer.num_key_value_heads * shape.num_layers < 2 or min(total, most) < least:
         return 0
     body = drafter.body
@@ -130,8 +125,8 @@ def init_blocks(drafter: BlockDrafter, batches: Batches, advance: Advance) -> in
     for layer in body.layers:
         layer.self_attn.o_proj.weight.zero_()
         layer.mlp.down_proj.weight.zero_()
-    sample = list(_sample(drafter, batches(), most, total))
-    solved, coded = body.layers[:_SOLVED_LAYERS], _coded_drafts(drafter, sample, least)
+    sample = list(_sample(drafter, text, most, total))
+    solved, coded = body.layers[:SOLVED_LAYERS], _coded_drafts(drafter, text, sample, least)
 
     def passed() -> Iterator[Blocks]:
         """The sample, in one of the passes over it."""
@@ -140,50 +135,70 @@ def init_blocks(drafter: BlockDrafter, batches: Batches, advance: Advance) -> in
             advance(100 / (_PASSES * len(solved) * len(sample)))
 
     for layer in solved:
-        _solve(drafter, layer, pairs, coded, passed)
-    return sum(len(blocks.anchor_R) for blocks in sample)
+        _solve(drafter, layer, pairs, coded, text, passed)
+    return int(text.total(float(sum(len(blocks.anchor_R) for blocks in sample))))
 
 
-def _sample(drafter: BlockDrafter, batches: Iterable[PackedBatch], most: int, total: int) -> Iterator[Blocks]:
+def _count_anchors(text: SharedText, enough: int) -> int:
+    """Of the whole text, or as many as are ``enough`` to know."""
+    total = 0
+    for batch in text.in_rounds():
+        total += text.turn(0 if batch is None else len(all_anchors(batch)))[1]
+        if total >= enough:
+            break
+    return total
+
+
+def _sample(drafter: BlockDrafter, text: SharedText, most: int, total: int) -> Iterator[Blocks]:
     """Every so many-th block until there are enough: of all documents, or, where these are many, of the first ones."""
     stride = min(max(1, total // most), _LARGEST_STRIDE)
     seen = taken = 0
-    for batch in batches:
-        anchor_R = all_anchors(batch)
-        first = -seen % stride
-        seen += len(anchor_R)
-        anchor_R = anchor_R[first::stride]
-        if len(anchor_R) > 0:
+    for batch in text.in_rounds():
+        anchor_R = torch.empty(0, dtype=torch.int64) if batch is None else all_anchors(batch)
+        before, new = text.turn(len(anchor_R))
+        anchor_R = anchor_R[-(seen + before) % stride :: stride]
+        seen += new
+        before, new = text.turn(len(anchor_R))
+        if batch is not None and len(anchor_R) > 0 and taken + before < most:
             yield Blocks.build(drafter, batch, anchor_R)
-        taken += len(anchor_R)
+        taken += new
         if taken >= most:
             return
 
 
-def _coded_drafts(drafter: BlockDrafter, sample: list[Blocks], least: int) -> int:
+def _coded_drafts(drafter: BlockDrafter, text: SharedText, sample: list[Blocks], least: int) -> int:
     """The drafts whose states choose the codes: those that at least so many blocks of the sample have, and the first
     one anyhow.
     """
-    first, most = drafter.shape.first_slot, min(_CODED_DRAFTS, drafter.shape.num_drafts)
-    counts_J = torch.stack([(blocks.weight_RB[:, first : first + most] > 0).sum(0) for blocks in sample]).sum(0)
-    return max(1, int((counts_J >= least).sum()))
+    first, most = drafter.shape.first_slot, min(CODED_DRAFTS, drafter.shape.num_drafts)
+    counts_J = torch.zeros(most, dtype=torch.float64, device=drafter.body.fc.weight.device)
+    for blocks in sample:
+        counts_J += (blocks.weight_RB[:, first : first + most] > 0).sum(0)
+    return max(1, int((text.peers.summed(counts_J) >= least).sum()))
 
 
 def _solve(
-    drafter: BlockDrafter, layer: BlockLayer, pairs: _Pairs, coded: int, sample: Callable[[], Iterator[Blocks]]
+    drafter: BlockDrafter,
+    layer: BlockLayer,
+    pairs: _Pairs,
+    coded: int,
+    text: SharedText,
+    sample: Callable[[], Iterator[Blocks]],
 ) -> None:
     """One layer, and the sample's residual streams behind it."""
     layer.input_layernorm.weight.fill_(1.0)
-    _set_keys_and_values(drafter, layer, pairs, _Kinds(drafter, layer, coded, sample()))
-    outputs, heads = Gram(), []
+    _set_keys_and_values(drafter, layer, pairs, _Kinds(drafter, layer, coded, text, sample()))
+    outputs, heads = Gram(text), []
     for blocks in sample():
         heads.append(blocks.heads(drafter, layer))
         _add(outputs, heads[-1].flatten(2), blocks)
+    outputs.gather()
     layer.self_attn.o_proj.weight.copy_(outputs.solve().T)
-    units = Gram()
+    units = Gram(text)
     for blocks, heads_RBNd in zip(sample(), heads, strict=True):
         blocks.x_RBH = blocks.x_RBH + layer.self_attn.output(heads_RBNd)
         _add(units, layer.mlp.hidden(layer.post_attention_layernorm(blocks.x_RBH)), blocks)
+    units.gather()
     layer.mlp.down_proj.weight.copy_(units.solve().T)
     for blocks in sample():
         blocks.x_RBH = blocks.x_RBH + layer.mlp(layer.post_attention_layernorm(blocks.x_RBH))
@@ -292,11 +307,13 @@ def _set_keys_and_values(drafter: BlockDrafter, layer: BlockLayer, pairs: _Pairs
 class _Kinds:
     """Second moments of what a layer's projections read: at anchors, at mask slots and in the context."""
 
-    def __init__(self, drafter: BlockDrafter, layer: BlockLayer, coded: int, sample: Iterable[Blocks]) -> None:
+    def __init__(
+        self, drafter: BlockDrafter, layer: BlockLayer, coded: int, text: SharedText, sample: Iterable[Blocks]
+    ) -> None:
         """``coded``: as many drafts, counted from the first, choose the codes."""
         self.xx: dict[str, Tensor] = {}
         self.mean: dict[str, Tensor] = {}
-        self.state = Gram()
+        self.state = Gram(text)
         counts: dict[str, int] = {}
         first = drafter.shape.first_slot
         for here in sample:
@@ -317,9 +334,11 @@ class _Kinds:
                 [x_RBH[:, 0], here.context_TH[here.anchor_R - 1], torch.ones_like(x_RBH[:, 0, :1])], dim=1
             )
             self.state.add(inputs_RI[kept], wanted_RJH[kept].flatten(1))
-        for kind, count in counts.items():
-            self.xx[kind] /= count
-            self.mean[kind] /= count
+        self.state.gather()
+        for kind in ("anchor", "mask", "context"):
+            count = text.total(float(counts.get(kind, 0)))
+            self.xx[kind] = torch.as_tensor(text.total(self.xx.get(kind, 0.0))) / count
+            self.mean[kind] = torch.as_tensor(text.total(self.mean.get(kind, 0.0))) / count
 
     def direction(self, values: dict[str, float]) -> Tensor:
         """[H]: u with u·x as near as can be to the value of x's kind."""

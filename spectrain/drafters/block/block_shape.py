@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from spectrain.config.drafter_schema import DrafterConfig
+from spectrain.drafters.closed_form_size import block_operations, most_blocks
 from spectrain.drafters.drafter import DrafterShape
 from spectrain.drafters.field_checks import check_sizes, check_token, whole
 from spectrain.drafters.layers import LayerShape
@@ -107,6 +109,9 @@ class BlockShape(DrafterShape):
     def num_drafts(self) -> int:
         """Tokens that a whole block drafts."""
         return self.block_size - self.first_slot
+
+    def closed_form_size(self, config: DrafterConfig) -> tuple[int, float]:
+        return most_blocks(self.layer, self.block_size), block_operations(self.layer, self.block_size)
 
     def slots(self, num_drafts: int) -> int:
         """Length of the block that drafts so many tokens; a server asked for fewer tokens runs a shorter block."""
