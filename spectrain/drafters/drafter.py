@@ -86,11 +86,6 @@ class DrafterShape:
         return self.owns_head
 
     @property
-    def most_context(self) -> int | None:
-        """Tokens of context up to which it computes what it is served as; None: any number."""
-        return None
-
-    @property
     def max_drafts(self) -> int | None:
         """Drafts of a round at most; None: drafting can always go on."""
         return None

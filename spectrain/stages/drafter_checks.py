@@ -345,9 +345,4 @@ def check_dimensions(config: SpectrainConfig, spec: TargetSpec) -> None:
             f"drafter.draft_vocab_size={vocabulary} is larger than the target's vocabulary of {spec.vocab_size}: "
             f"lower it"
         )
-    most = find_method(drafter.method).shape(drafter, spec).most_context
-    if most is not None and longest > most:
-        say(
-            f"note: beyond {most:,} tokens a served head of this family reads chosen keys alone; here it reads all of "
-            f"them, so target.max_length={longest} trains and measures it there as it is not served"
-        )
+    find_method(drafter.method).shape(drafter, spec)

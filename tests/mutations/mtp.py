@@ -78,11 +78,4 @@ MUTATIONS = (
         "        if False:\n            _write_kept(path, names, whole)\n",
         (FOLDER,),
     ),
-    Mutation(
-        "mtp: DeepSeek-V3.2 is fed back what GLM-4 is",
-        "spectrain/target/mtp_heads.py",
-        'replace(_DEEPSEEK, selects="index_topk")',
-        'replace(_DEEPSEEK, selects="index_topk", feeds_normed=False)',
-        (FAMILIES,),
-    ),
 )

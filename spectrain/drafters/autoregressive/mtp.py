@@ -48,7 +48,7 @@ from spectrain.drafters.overlay import SECTION, Overlay, leave_unquantised, targ
 from spectrain.errors import ConfigError, InputError
 from spectrain.target.checkpoint import CheckpointReader
 from spectrain.target.head import TargetHead
-from spectrain.target.mtp_heads import MTP_HEADS, mtp_family
+from spectrain.target.mtp_heads import mtp_family
 from spectrain.target.spec import TargetSpec
 
 LAST_LAYER = "last_layer"
@@ -125,11 +125,6 @@ class MtpMethod(AutoregressiveMethod):
 
     def shape(self, config: DrafterConfig, spec: TargetSpec) -> MtpShape:
         family = mtp_family(spec.model_type, spec.architectures)
-        if MTP_HEADS[family].selects and config.init == LAST_LAYER:
-            raise ConfigError(
-                f"drafter.init=last_layer: a head of {family} has an indexer, which is not trained here: use a "
-                "checkpoint with its own head"
-            )
         experts = spec.experts
         dtype = "bfloat16" if spec.quantization is not None else str(spec.dtype).removeprefix("torch.")
         count, active = (0, 0) if experts is None else (experts.count, experts.active)
