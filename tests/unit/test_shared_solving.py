@@ -13,6 +13,7 @@ import test_block_init
 import test_eagle3_init
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from spectrain.data.packing import PackedBatch, pack_batch
 from spectrain.drafters import closed_form_size
@@ -118,3 +119,14 @@ def test_a_limit_of_operations_uses_as_many_batches_as_it_reaches() -> None:
     ]
     in_a_batch = 8 * 19  # documents, each with as many pairs of neighbours that were generated, but for the first
     assert columns == [8 * in_a_batch, 4 * in_a_batch, in_a_batch]
+
+
+@pytest.mark.parametrize("kind", [eagle3, dspark])
+def test_the_operations_of_a_plan_are_those_that_are_executed(kind: Callable[..., Any]) -> None:
+    """Within a factor of two: at this width what is left out, such as attention, counts as much as squares."""
+    make, batches = kind(8)
+    drafter = make()
+    with FlopCounterMode(display=False) as counter:
+        used = drafter.closed_form_init(SharedText(lambda: iter(batches)))
+    _, each = drafter.shape.closed_form_size(drafter.config)
+    assert 0.5 < used * each / counter.get_total_flops() < 2
