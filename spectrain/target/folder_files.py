@@ -93,7 +93,8 @@ def require_whole(path: Path | str, name: str, value: Any, least: int, most: int
         raise InputError(f"{path}: {name} is {value!r:.60}, it must be a whole number")
     if value < least or (most is not None and value > most):
         bounds = f"at least {least}" if most is None else f"from {least} to {most:,}"
-        raise InputError(f"{path}: {name} is {value:.6g}, it must be {bounds}")
+        shown = f"{value:.6g}" if abs(value) < 1 << 1000 else f"{value!r:.60}"  # a whole number may have no float
+        raise InputError(f"{path}: {name} is {shown}, it must be {bounds}")
     return value
 
 

@@ -297,6 +297,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("dflash", {"layer_types": ["chunked"]}, r"layer_types is \['chunked'\], this version reads"),
     ("dflash", {"head_dim": "x"}, "head_dim is 'x', it must be a whole number"),
     ("dflash", {"intermediate_size": 10**12}, r"intermediate_size is 1e\+12"),
+    ("dflash", {"head_dim": 10**400}, "head_dim is 1000"),
     ("dflash", {"speculators_model_type": ["dflash"]}, r"speculators_model_type is \['dflash'\]"),
     (
         "dflash",
