@@ -11,7 +11,7 @@ from workplace import make
 from spectrain import cli
 from spectrain.data.hidden_states import StoredHiddenStates
 from spectrain.drafters.drafter_folder import load_drafter, read_method
-from spectrain.evaluation.records import read_records
+from spectrain.evaluation.records import read_record, read_records
 
 METHODS = {
     "dflash": ["drafter=dflash", "drafter.block.block_size=5"],
@@ -161,7 +161,7 @@ def test_one_sweep_takes_drafters_of_several_runs(finished, tmp_path, capsys):
     found = {(r.method, r.num_speculative_tokens): r for r in read_records(run / "eval" / "sweep")}
     assert found.keys() == {("none", 0), *((method, n) for method in METHODS for n in (3, 4))}
     for method in METHODS:
-        (alone,) = (r for r in read_records(finished / method / "eval") if r.method == method)
+        alone = read_record(finished / method / "eval" / f"heldout-hf-{method}-n3-t0.json")
         swept = found[method, 3]
         assert (swept.rounds, swept.accepted_tokens) == (alone.rounds, alone.accepted_tokens)
         assert swept.simulated_acceptance_length == pytest.approx(swept.acceptance_length, abs=1e-6)
