@@ -72,15 +72,8 @@ _SWEEP = replace(
     sections=("sweep", "suite", "decoding", "engine"),
     keys=(
         *("sweep.num_speculative_tokens", "sweep.methods", "sweep.drafters", "sweep.engines", "sweep.suites"),
-        "sweep.concurrency",
-        *(
-            "sweep.temperatures",
-            "sweep.context_tokens",
-            "sweep.baseline",
-            "sweep.shares",
-            "suite.max_prompts",
-            "suite.max_new_tokens",
-        ),
+        *("sweep.concurrency", "sweep.temperatures", "sweep.context_tokens", "sweep.baseline", "sweep.shares"),
+        *("suite.max_prompts", "suite.max_new_tokens"),
     ),
     examples=(
         "spectrain eval sweep run.dir=runs/mine sweep.num_speculative_tokens=[1,2,4] sweep.methods=[eagle3,ngram,none] "

@@ -140,8 +140,9 @@ def count_responses(parts: Sequence[Path], keys: Strings) -> dict[str, int]:
     """``generated_tokens``, ``tokens`` and ``cut_off`` answers of the responses of these keys, each in the first of
     ``parts`` that has it. Errors as ``read_part``.
     """
-    rows = Strings.joined(keys_of(path) for path in parts).places_of(keys)
-    own_R, counted = np.zeros(sum(len(keys_of(path)) for path in parts), dtype=bool), [counts_of(p) for p in parts]
+    stored = Strings.joined(keys_of(path) for path in parts)
+    rows, counted = stored.places_of(keys), [counts_of(path) for path in parts]
+    own_R = np.zeros(len(stored), dtype=bool)
     own_R[rows[rows >= 0]] = True
     columns = zip(*counted, strict=True) if counted else ([np.zeros(0, dtype=np.int32)],) * 3
     tokens, generated, cut_off = (int(np.concatenate(column)[own_R].sum()) for column in columns)
