@@ -5,7 +5,8 @@
 # make deepspeed  DeepSpeed for the CPU into the same environment; only the tests of trainer.strategy=zero1 … zero3 need it
 # make test    everything that has to pass before a change lands: linters, types, all tests; about half an hour on two cores
 # make test-fast  what to run while working: the tests of tests/unit and tests/equivalence that need no vLLM and are not
-#              marked as slow, in less than four minutes on two cores. What it leaves out: whole pipelines, kills, vLLM
+#              marked as slow, in less than four minutes on two cores. What it leaves out: whole pipelines, kills, vLLM,
+#              wrong inputs one by one, all recipes
 # make mutations  whether the tests see bugs: breaks a copy of the package in one place at a time and runs the tests that
 #              should notice (tests/mutations); see PART and SAMPLE
 # make recipes  the table of recipes/README.md, anew

@@ -275,9 +275,11 @@ def _plain(composed: DictConfig) -> dict[str, Any]:
 def _resolve(values: Mapping[Any, Any]) -> dict[str, Any]:
     """``values`` with references followed; what is secret, and what came from the environment, as ``MaskedText``."""
     with one_line():
-        resolved = OmegaConf.to_container(OmegaConf.create(dict(values)), resolve=True)
-        # The same with references to the environment as they were written, and all that refers to those.
-        written = OmegaConf.to_container(OmegaConf.create(_quote_environment(values)), resolve=True)
+        resolved = written = OmegaConf.to_container(OmegaConf.create(dict(values)), resolve=True)
+        quoted_values = _quote_environment(values)
+        if quoted_values != values:
+            # The same with references to the environment as they were written, and all that refers to those.
+            written = OmegaConf.to_container(OmegaConf.create(quoted_values), resolve=True)
     masked: dict[str, Any] = mask(resolved, written)
     return masked
 
@@ -314,7 +316,9 @@ def _first_root() -> str:
 def _primary_node(base_values: Mapping[str, Any]) -> dict[str, Any]:
     defaults = dataclasses.asdict(SpectrainConfig())
     groups = {group: None if base_values else option for group, option in GROUPS.items()}
-    node: dict[str, Any] = OmegaConf.to_container(OmegaConf.merge(defaults, dict(base_values)))  # type: ignore[assignment]
+    node: dict[str, Any] = defaults
+    if base_values:
+        node = OmegaConf.to_container(OmegaConf.merge(defaults, dict(base_values)))  # type: ignore[assignment]
     hydra_defaults = [{"override hydra/job_logging": "none"}, {"override hydra/hydra_logging": "none"}]
     return {"defaults": ["_self_", *({group: option} for group, option in groups.items()), *hydra_defaults], **node}
 

@@ -22,7 +22,7 @@ from spectrain.config.key_reference import write_part
 from spectrain.config.loading import compose
 from spectrain.config.plan_schema import DEVICES
 from spectrain.config.schema import SpectrainConfig
-from spectrain.console import SafeConsole, stdout
+from spectrain.console import ProgressBar, SafeConsole, stdout
 from spectrain.errors import SpectrainError
 from spectrain.files import bytes_text
 from spectrain.reading import read_text, understood
@@ -59,9 +59,11 @@ def list_recipes(line: Any) -> None:
     table.add_column(name, no_wrap=True)  # it is what one types
     for other in others:
         table.add_column(other)
-    for row in recipe_rows():
-        if all(word.lower() in " ".join(row.cells).lower() for word in line.topics):
-            table.add_row(*row.cells)
+    with ProgressBar("recipes", total=len(group_options("recipe")), unit="recipes") as bar:
+        for row in recipe_rows():
+            bar.advance(1)
+            if all(word.lower() in " ".join(row.cells).lower() for word in line.topics):
+                table.add_row(*row.cells)
     # A file or another program gets a line for each.
     (stdout if stdout.is_terminal else SafeConsole(width=_FILE_COLUMNS, highlight=False)).print(table)
     stdout.print(caption(), soft_wrap=True)

@@ -124,6 +124,7 @@ def test_gradient_checkpointing_changes_nothing(tmp_path: Path, method: str) -> 
     assert all(torch.equal(kept_weights[name], again_weights[name]) for name in kept_weights)
 
 
+@pytest.mark.slow
 def test_two_processes_are_one(tmp_path: Path) -> None:
     """Two ranks of the gloo backend, with an epoch that ends on a step for which the second rank has no rows."""
     with two_ranks(tmp_path / "two"):

@@ -68,6 +68,7 @@ def test_anchors_are_other_ones_at_every_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", KINDS, ids=lambda options: options.method)
+@pytest.mark.slow
 def test_killed_anywhere_and_resumed(tmp_path: Path, options: BlockOptions) -> None:
     store = write_store(tmp_path / "hidden_states", documents(), (1, 3, 4))
     settings = trainer_config(

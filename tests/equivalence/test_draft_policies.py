@@ -104,6 +104,7 @@ def p_value(target, proposer, policy, batch_size, draft_sampling):
 
 @pytest.mark.parametrize("draft_sampling", [HOT, GREEDY], ids=["drawn", "argmax"])
 @pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.slow
 def test_distribution_of_answers_is_the_targets(target, name, draft_sampling):
     policy, batch_size = POLICIES[name]
     assert p_value(target, ConfidentProposer(), policy, batch_size, draft_sampling) > 1e-3
@@ -125,6 +126,7 @@ def dspark(request, target, folder):
 
 
 @pytest.mark.parametrize("name", ["threshold", "scheduler"])
+@pytest.mark.slow
 def test_distribution_of_answers_is_the_targets_with_a_confidence_head(target, dspark, name):
     policy, batch_size = POLICIES[name]
     assert p_value(target, dspark, policy, batch_size, HOT) > 1e-3

@@ -100,6 +100,7 @@ class DyingStore:
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.slow
 def test_killed_anywhere_and_resumed(tmp_path: Path, optimizer: str) -> None:
     store = store_in(tmp_path / "hidden_states")
     train(tmp_path / "whole", store, optimizer)

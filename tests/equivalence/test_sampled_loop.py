@@ -73,6 +73,7 @@ def drafting(name, sampling):
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 @pytest.mark.parametrize("name", DRAFTING)
+@pytest.mark.slow
 def test_distribution_of_answers_is_the_targets(target, sampling, name):
     samples, length = 4000, 3
     proposer, draft_sampling = drafting(name, sampling)

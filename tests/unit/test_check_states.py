@@ -104,6 +104,7 @@ def stored(documents: list[CheckDocument], dtype: str) -> list[CheckDocument]:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 @pytest.mark.parametrize("method", ["taps", "greedy"])
+@pytest.mark.slow
 def test_storing_in_fewer_bits_is_no_difference(
     target: tuple[TargetConfig, ResolvedTarget], dtype: str, method: str
 ) -> None:

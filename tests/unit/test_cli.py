@@ -102,6 +102,7 @@ ALONE_IT_IS_REFUSED = {"run.task": ["run.tasks=2"], "data.mix": ["data.max_train
 
 
 @pytest.mark.parametrize("key", [key for key in all_keys() if key not in sections()])
+@pytest.mark.slow
 def test_every_key_can_be_explained_and_its_example_typed(key):
     assert explain([key]).startswith(key)
     if not key.startswith("drafter."):  # those say something only together with a method

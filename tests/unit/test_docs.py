@@ -45,6 +45,7 @@ COMMAND_LINES = sorted({line for page in PAGES for line in commands(page)})
 
 
 @pytest.mark.parametrize("command", COMMAND_LINES)
+@pytest.mark.slow
 def test_it_can_be_typed_as_it_stands(command: str) -> None:
     # What the shell puts there: the number of a task, and how many there are.
     line = re.sub(r"\$\{?\w+?_(ID|COUNT)\b\}?", lambda found: "0" if found[1] == "ID" else "4", command)
@@ -119,6 +120,7 @@ def test_files_exist(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.slow
 def test_groups_and_options_exist(page: Path) -> None:
     """``trainer=muon`` in running text. One that the page tells the reader to write is not there."""
     groups, text = "|".join(GROUP_FOLDERS), page.read_text(encoding="utf-8")

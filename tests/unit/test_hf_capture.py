@@ -39,6 +39,7 @@ def reference_states(
 
 
 @pytest.mark.parametrize("family", sorted(CONFIGS))
+@pytest.mark.slow
 def test_packed_states_are_those_of_each_document_alone(family: str, tmp_path: Path) -> None:
     engine = make_engine(tmp_path, family, capture_tokens=64)
     responses = make_responses([23, 5, 40, 1, 17, 12, 9, 70])

@@ -101,6 +101,7 @@ def test_buckets_are_few_and_waste_little() -> None:
     assert all(count <= size < 1.25 * count + BLOCK for count, size in zip(counts, sizes, strict=True))
 
 
+@pytest.mark.slow
 def test_two_hundred_shapes_of_batches_share_a_few_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._dynamo.utils import counters
 

@@ -63,6 +63,7 @@ def test_a_target_that_ships_has_dimensions(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.slow
 def test_parameters_are_those_of_transformers_model(name: str) -> None:
     """Latent attention, Gated DeltaNet, gated outputs, shared experts and Gemma-4's two kinds of layers included."""
     target, fields = shipped(name)

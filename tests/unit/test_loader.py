@@ -78,6 +78,7 @@ def test_batches_are_those_of_their_requests_in_order(tmp_path: Path, workers: i
 
 @pytest.mark.parametrize("dtype", ["int8", "int8_grouped", "float8_e4m3"])
 @pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.slow
 def test_8_bits_travel_as_they_are_and_become_what_a_reader_sees(tmp_path: Path, workers: int, dtype: str) -> None:
     store = write_store(tmp_path, documents(), OPTIONS.taps, dtype)
     expected = [pack_batch([store[d] for d in r.documents], r.max_tokens, r.draw) for r in requests()]
@@ -89,6 +90,7 @@ def test_8_bits_travel_as_they_are_and_become_what_a_reader_sees(tmp_path: Path,
             assert_same(batch.to(CPU), theirs)
 
 
+@pytest.mark.slow
 def test_workers_train_the_same_drafter_to_the_bit(tmp_path: Path) -> None:
     store, trained = store_in(tmp_path / "hidden_states"), []
     for workers in (0, 1, 2):
@@ -188,6 +190,7 @@ def test_another_error_of_the_training_stays_what_it_is_and_workers_end(tmp_path
     assert multiprocessing.active_children() == others
 
 
+@pytest.mark.slow
 def test_workers_know_nothing_of_the_target(tmp_path: Path) -> None:
     """A fresh process that has what a training has, and a source that says what the worker has imported."""
     store_in(tmp_path)

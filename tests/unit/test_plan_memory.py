@@ -41,6 +41,7 @@ def count_and_estimate(*arguments: str) -> tuple[float, float]:
     ],
     ids=lambda arguments: " ".join(arguments[:3]),
 )
+@pytest.mark.slow
 def test_a_step_takes_what_the_plan_says(arguments: tuple[str, ...], precision: str) -> None:
     counted, estimated = count_and_estimate(*arguments, f"trainer.precision={precision}")
     assert estimated == pytest.approx(counted, rel=0.2)
@@ -57,6 +58,7 @@ def test_a_step_takes_what_the_plan_says(arguments: tuple[str, ...], precision: 
     ],
     ids=lambda arguments: " ".join(arguments[:3]),
 )
+@pytest.mark.slow
 def test_gradient_checkpointing_takes_less_and_what_the_plan_says(arguments: tuple[str, ...], precision: str) -> None:
     common = (*arguments, f"trainer.precision={precision}")
     kept, _ = count_and_estimate(*common)

@@ -58,6 +58,7 @@ def source() -> str:
     return render_report(dataclasses.replace(FULL, sweep=RECORDS))
 
 
+@pytest.mark.slow
 def test_the_page_as_it_is_says_nothing_on_the_console_and_is_photographed(source: str, tmp_path: Path) -> None:
     page = tmp_path / "report.html"
     page.write_text(source, encoding="utf-8")

@@ -73,6 +73,7 @@ def finished(path: Path) -> RunDir:
     return run_dir
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_moment_of_a_restart_leaves_what_every_setting_can_go_on_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -219,8 +219,8 @@ with signals.keeping(keep):
         ready()
         while not heard.exists():
             if signals.asked() and (folder.parent / "listens").exists():
-                heard.with_suffix(".part").write_text(str(signals.asked()))
-                heard.with_suffix(".part").rename(heard)
+                (folder / "heard").write_text(str(signals.asked()))
+                (folder / "heard").rename(heard)
             time.sleep(0.01)
         (folder / "brought").touch()
         signals.end_together(int(heard.read_text()))

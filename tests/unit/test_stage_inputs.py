@@ -80,6 +80,7 @@ EVERYWHERE, ON_STATES, TRAINING = ("generate", "capture", "fit"), ("capture", "f
         ("run.name=other", set(), ()),
     ],
 )
+@pytest.mark.slow
 def test_a_setting_is_an_input_where_it_changes_what_is_made(
     arguments: list[str], setting: str, changed: set[str], stages: tuple[str, ...]
 ) -> None:

@@ -14,6 +14,8 @@ from spectrain import cli
 from spectrain.data.responses import ResponseStore
 from spectrain.training.trainer import Trainer
 
+pytestmark = pytest.mark.slow  # many, and each a whole start
+
 # --- keys of the configuration -------------------------------------------------------------------------------------
 
 WRONG_KEYS = [

@@ -10,6 +10,8 @@ from refusals import BROKEN, refused, write
 
 from spectrain import cli
 
+pytestmark = pytest.mark.slow  # many, and each a whole start
+
 
 def test_the_run_that_every_case_here_spoils_is_right(capsys, workplace):
     code = cli.main(["run", *workplace, "--dry-run"])
