@@ -126,7 +126,7 @@ def _awq(tensors: Mapping[str, Tensor], quantization: Quantization) -> Tensor | 
     if zeros_GW.shape != (scale_GN.shape[0], words_KW.shape[1]):
         return None
     codes_KN, zero_GN = (_unpacked(words, 4, outputs, _AWQ_PLACES) for words in (words_KW, zeros_GW))
-    return _scaled(codes_KN.T, scale_GN.T, group, zero_GN.T)
+    return _scaled(codes_KN.T.contiguous(), scale_GN.T, group, zero_GN.T)
 
 
 def _floats(tensors: Mapping[str, Tensor], codes: str) -> Tensor | None:
