@@ -331,7 +331,7 @@ def _changes_data(key: str, command: Command) -> bool:
     ):  # to go on from, it decides the taps; to measure, it reads what is there
         return command.trains
     chooses_taps = key in ("drafter", "drafter.method", "drafter.taps")
-    return section not in ("trainer", "drafter", "decoding", "suite", "logger", "launcher") or chooses_taps
+    return section not in ("trainer", "strategy", "drafter", "decoding", "suite", "logger", "launcher") or chooses_taps
 
 
 # --- commands that touch no run directory --------------------------------------------------------------------------

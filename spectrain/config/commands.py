@@ -79,7 +79,7 @@ _FIT = Command(
     function="spectrain.stages.fit:fit",
     reads="hidden_states/",
     writes="drafter/ (the folder a server loads), checkpoints/, metrics.jsonl",
-    sections=("drafter", "trainer", "states", "decoding", "logger"),
+    sections=("drafter", "trainer", "strategy", "states", "decoding", "logger"),
     keys=(*_DRAFTER_KEYS, *_TRAINER_KEYS, "states.source", "decoding.num_speculative_tokens"),
     examples=(
         "spectrain fit recipe=quickstart trainer.learning_rate=5e-4 drafter.draft_vocab_size=16384",
@@ -120,7 +120,7 @@ _RUN = Command(
     function="spectrain.stages.run:run",
     reads="prompt files (JSON lines)",
     writes="everything in the run directory; report.html is the page to read",
-    sections=("recipe", "target", "data", "sampling", "engine", "drafter", "trainer", "decoding", "suite"),
+    sections=("recipe", "target", "data", "sampling", "engine", "drafter", "trainer", "strategy", "decoding", "suite"),
     keys=(
         *(
             "run.dir",
@@ -173,7 +173,18 @@ _PLAN = Command(
     "part, operations, hours, disk. Loads no weights and writes nothing; needs no vLLM, and of the targets that ship "
     "with spectrain no network.",
     reads="prompt files, the target's configuration",
-    sections=("recipe", "target", "data", "engine", "hidden_states", "states", "drafter", "trainer", "plan"),
+    sections=(
+        "recipe",
+        "target",
+        "data",
+        "engine",
+        "hidden_states",
+        "states",
+        "drafter",
+        "trainer",
+        "strategy",
+        "plan",
+    ),
     keys=(
         *("plan.device", "plan.utilisation", "trainer.devices", "data.train", "sampling.max_new_tokens"),
         *("hidden_states.dtype", "states.source", "drafter.taps", "trainer.epochs"),

@@ -19,6 +19,7 @@ GROUP_FOLDERS = {
     "states": "conf",
     "drafter": "conf",
     "trainer": "conf",
+    "strategy": "conf",
     "suite": "eval",
     "logger": "conf",
     "method": "recipes",

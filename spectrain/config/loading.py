@@ -60,6 +60,8 @@ GROUPS: dict[str, str | None] = {
     "suite": "heldout",
     "logger": "none",
     "launcher": "local",
+    # Sets trainer.strategy, after the trainer.
+    "strategy": None,
     # Pieces of recipes: they choose options of the groups above and set keys of any section.
     "method": None,
     "hardware": None,

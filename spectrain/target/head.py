@@ -20,7 +20,8 @@ from spectrain.config.trainer_schema import HeadPrecision
 from spectrain.errors import InputError
 from spectrain.target.checkpoint import CheckpointReader
 from spectrain.target.families import Family, HeadMath, head_math
-from spectrain.target.quantization import Quantization, full_precision, quantization_of
+from spectrain.target.packed_weights import is_stored, read_weight
+from spectrain.target.quantization import quantization_of
 from spectrain.target.spec import TargetSpec, load_config
 from spectrain.target.wide_products import tf32, wide_product
 
@@ -174,8 +175,8 @@ def _read_ends(
     reader, quantization = CheckpointReader(folder), quantization_of(hf_config, folder)
     embed, norm, lm_head = _find_tensors(reader, math.family)
     tied = any(getattr(config, "tie_word_embeddings", False) for config in (hf_config, text))
-    names = [embed, norm, *([lm_head] if lm_head in reader.names or not tied else [])]
-    tensors = [_read(reader, quantization, name) for name in names]
+    names = [embed, norm, *([lm_head] if is_stored(reader.names, lm_head) or not tied else [])]
+    tensors = [read_weight(reader, name, quantization) for name in names]
     for name, tensor in zip(names, tensors, strict=True):
         asked = (math.hidden_size,) if name == norm else (text.vocab_size, math.hidden_size)
         if tuple(tensor.shape) != asked:
@@ -192,25 +193,17 @@ def _read_ends(
 def _find_tensors(reader: CheckpointReader, family: Family) -> tuple[str, str, str]:
     """Names of embedding, final norm and lm_head; the last may be absent from the checkpoint, if tied."""
     embeds = [f"{prefix}{family.embeddings}.weight" for prefix in family.prefixes]
-    prefix = next((prefix for prefix, name in zip(family.prefixes, embeds, strict=True) if name in reader.names), None)
+    prefix = next(
+        (prefix for prefix, name in zip(family.prefixes, embeds, strict=True) if is_stored(reader.names, name)), None
+    )
     if prefix is None:
         raise InputError(
             f"the checkpoint in {reader.folder} has no embedding: none of the tensors {', '.join(embeds)} is there"
         )
-    lm_head = next((name for name in family.lm_heads if name in reader.names), family.lm_heads[0])
+    lm_head = next((name for name in family.lm_heads if is_stored(reader.names, name)), family.lm_heads[0])
     norm = f"{prefix}{family.final_norm}.weight"
     for name in (norm, lm_head):
         bias = name.removesuffix("weight") + "bias"
         if bias in reader.names:
             raise InputError(f"the checkpoint in {reader.folder} has {bias}: heads with a bias are not supported")
     return f"{prefix}{family.embeddings}.weight", norm, lm_head
-
-
-def _read(reader: CheckpointReader, quantization: Quantization | None, name: str) -> torch.Tensor:
-    tensor = full_precision(reader, name, quantization)
-    if tensor is None:
-        raise InputError(
-            f"tensor {name} in {reader.folder} is quantised ({reader.get(name).dtype}) in a way that is not read here: "
-            f"use a checkpoint whose embeddings and head have 16 or 32 bits"
-        )
-    return tensor

@@ -55,7 +55,9 @@ class Quantization:
     @property
     def name(self) -> str:
         """As a person would name it: the method, and which of its kinds."""
-        kinds = self._formats if self.method == "compressed-tensors" else {self.fields.get("quant_algo")}
+        kinds = (
+            self._formats if self.method == "compressed-tensors" else {self.fields.get("quant_algo"), *self._unusual}
+        )
         known = sorted(str(kind) for kind in kinds if kind)
         return f"{self.method} ({', '.join(known)})" if known else self.method
 
@@ -117,6 +119,41 @@ class Quantization:
     def scales_alone(self) -> bool:
         """Whether codes times scales are the weights of the model that was quantised."""
         return not self.fields.get("transform_config")
+
+    @property
+    def is_gptq(self) -> bool:
+        """Whether packed matrices lie as GPTQ has them; auto-round writes them so, too."""
+        return self.method == "gptq" or "gptq" in str(self.fields.get("packing_format"))
+
+    @property
+    def is_awq_gemm(self) -> bool:
+        return self.method == "awq" and not self._unusual
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether GPTQ's zero points are the middle of the codes, in every matrix."""
+        own = [rules for part in ("dynamic", "extra_config") for rules in (self.fields.get(part) or {}).values()]
+        exceptions = [rules.get("sym", True) for rules in own if isinstance(rules, Mapping)]
+        return self.fields.get("sym") is True and all(exceptions)
+
+    @cached_property
+    def integer_bits(self) -> frozenset[int]:
+        """Bits of packed integers, as the configuration says."""
+        found = (weights.get("num_bits") for weights in self._weights if weights.get("type", "int") == "int")
+        return frozenset(bits for bits in found if isinstance(bits, int) and 0 < bits <= 8)
+
+    @property
+    def groups(self) -> frozenset[int]:
+        """Inputs of a row that share a scale."""
+        return frozenset(inputs for outputs, inputs in self.blocks if outputs == 1)
+
+    @property
+    def _unusual(self) -> list[str]:
+        """What a kind of AWQ or GPTQ has that others of its name have not, as its configuration says it."""
+        if self.method == "awq":
+            version, zeros = str(self.fields.get("version") or "gemm").lower(), self.fields.get("zero_point", True)
+            return [*([version] if version != "gemm" else []), *([] if zeros else ["zero_point=false"])]
+        return ["sym=false"] if self.is_gptq and not self.symmetric else []
 
     @property
     def _groups(self) -> list[Mapping[str, Any]]:
@@ -196,14 +233,14 @@ def full_precision(reader: CheckpointReader, name: str, quantization: Quantizati
     scale = reader.get(scale_name)
     blocks = quantization.blocks if quantization is not None else frozenset()
     if scale.dtype == torch.uint8 and tensor.dtype in _FLOAT_CODES:
-        scale, blocks = _power_of_two(scale), frozenset({_MX_BLOCK})
+        scale, blocks = power_of_two(scale), frozenset({_MX_BLOCK})
     if not scale.is_floating_point():
         return None
     spread = _spread(scale.float(), tensor.shape, blocks)
     return None if spread is None else tensor.float() * spread
 
 
-def _power_of_two(exponents: Tensor) -> Tensor:
+def power_of_two(exponents: Tensor) -> Tensor:
     """Scales of microscaling (E8M0) from their bytes."""
     return torch.exp2(exponents.float() - _MX_BIAS).masked_fill(exponents == _MX_NAN, torch.nan)
 

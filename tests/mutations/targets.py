@@ -3,6 +3,7 @@
 from mutation import Mutation
 
 CHECKPOINTS, QUANTISED = "tests/unit/test_checkpoints.py", "tests/unit/test_quantised_targets.py"
+PACKED = "tests/unit/test_packed_heads.py"
 ROPE, STRANGE = "tests/unit/test_served_rope.py", "tests/pipeline/test_strange_targets.py"
 
 MUTATIONS = (
@@ -35,6 +36,34 @@ MUTATIONS = (
         return tensor.float()
     if tensor.dtype not in _CODES or any(""",
         (QUANTISED,),
+    ),
+    Mutation(
+        "what compressed-tensors divides the scales of a head by is multiplied",
+        "spectrain/target/packed_weights.py",
+        "scale_NG / divisor.float()",
+        "scale_NG * divisor.float()",
+        (PACKED,),
+    ),
+    Mutation(
+        "the outputs in a word of AWQ are taken in order",
+        "spectrain/target/packed_weights.py",
+        "_unpacked(words, 4, outputs, _AWQ_PLACES)",
+        "_unpacked(words, 4, outputs)",
+        (PACKED,),
+    ),
+    Mutation(
+        "zero points of a packed head are taken for the middle of the codes",
+        "spectrain/target/packed_weights.py",
+        "zero_NG = _unpacked(packed_WG.T, fitting[0], outputs).T",
+        "pass",
+        (PACKED,),
+    ),
+    Mutation(
+        "a head is read though something multiplies its inputs",
+        "spectrain/target/packed_weights.py",
+        "if not set(parts) <= {codes} | _PARTS[codes] | _ACTIVATIONS:",
+        "if codes not in parts:",
+        (PACKED,),
     ),
     Mutation(
         "activations of a compressed-tensors target are rounded to 8 bits",

