@@ -21,6 +21,7 @@ from spectrain.errors import ConfigError, RunError
 from spectrain.evaluation.lossless import OutputDifference
 from spectrain.evaluation.records import EvaluationRecord, PromptResult, build_record, read_records
 from spectrain.evaluation.report.sweep_report import SUMMARY, write_summary
+from spectrain.evaluation.sweep_predictions import Asked
 from spectrain.stages.answer_suite import (
     Decode,
     answer_in_turns,
@@ -68,7 +69,9 @@ def sweep(context: Context) -> float | None:
     records = [
         made for cell, wanted in zip(cells, inputs, strict=True) if (made := measured_cell(folder, cell, wanted))
     ]
-    best = write_summary(folder, records, context.config.sweep.shares, step_by_step(drafters))
+    swept = context.config.sweep
+    asked: Asked = {"concurrency": swept.concurrency, "context_tokens": swept.context_tokens}
+    best = write_summary(folder, records, swept.shares, step_by_step(drafters), asked)
     if todo:
         write_run_report(context, read_records(context.run_dir.eval), shown)
     say(f"sweep: {folder / SUMMARY}")
