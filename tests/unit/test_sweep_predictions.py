@@ -153,6 +153,11 @@ def test_the_summary_marks_them_and_says_how_far_off_they_are(tmp_path, capsys):
     ]
     said = " ".join("".join(capsys.readouterr()).split())
     assert "(predicted)" in said and "is not known" in said
+    pictures = {path.name for path in (tmp_path / SUMMARY).parent.glob("*.svg")}
+    assert "concurrency-s.svg" in pictures
+    write_summary(tmp_path, cells[:1], {}, (), {})  # of one concurrency there is no such figure
+    assert {path.name for path in (tmp_path / SUMMARY).parent.glob("*.svg")} == pictures - {"concurrency-s.svg"}
+    capsys.readouterr()
     middle = [*cells, cell("eagle3", 1, 4), record("none", 0, None, concurrency=4)]
     write_summary(tmp_path, middle, {}, (), {})
     said = " ".join("".join(capsys.readouterr()).split())

@@ -61,6 +61,8 @@ def write_summary(
     text = json.dumps(with_digest(json.loads(json.dumps(content))), indent=2, ensure_ascii=False) + "\n"
     write_atomically(folder / SUMMARY, text, "the sweep's summary")
     write_atomically(folder / SUMMARY.parent / "table.md", markdown_table(records))
+    for before in (folder / SUMMARY.parent).glob("*.[sp][vn]g"):  # of other cells: these need not have the same figures
+        before.unlink()
     for drawing in sweep_drawings(records):
         drawing.write(folder / SUMMARY.parent)
     stdout.print(_table([*suites, *workload]))
