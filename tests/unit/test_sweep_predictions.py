@@ -69,6 +69,10 @@ def test_between_measured_numbers_of_drafts_speed_is_predicted_and_judged():
     ]  # a block's beginning is another
     errors = prediction_errors([cell(1), cell(2), cell(4)], ["eagle3"])
     assert [(e.num_speculative_tokens, round(e.relative, 9)) for e in errors] == [(1, 0.0), (2, 0.0)]
+    # One that is off the line, predicted from the two that are on it.
+    slow = record("eagle3", 2, 0.8 * (cell(2).speedup or 0.0), shares=cell(2).acceptance_per_position)
+    found = {e.num_speculative_tokens: e.relative for e in prediction_errors([cell(1), slow, cell(4)], ["eagle3"])}
+    assert found[2] == pytest.approx(0.25)
 
 
 def test_between_measured_concurrencies_linear_costs_give_exact_predictions():
