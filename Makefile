@@ -103,8 +103,9 @@ results: setup
 	    'sweep.methods=[$(METHODS)]' 'sweep.drafters=[$(DRAFTERS)]' 'sweep.engines=[$(ENGINES)]' sweep.baseline=$(BASELINE) \
 	    sweep.measure=$(MEASURE) suite.max_prompts=$(PROMPTS) suite.max_new_tokens=$(TOKENS)
 	rm -rf eval/results/cells eval/results/*.svg eval/results/*.png && mkdir -p eval/results/cells
-	cp $(RUN_DIR)/eval/sweep/*.json eval/results/cells/
-	sed -i 's#"drafter": "/.*",#"drafter": "drafter",#' eval/results/cells/*.json # no path of this machine
+	@# Without the paths of this machine, and with the digests that belong to what is left.
+	$(BIN)/python -c 'from dataclasses import replace; from os.path import isabs; from spectrain.evaluation.records import read_records; \
+	    [replace(r, drafter="drafter" if isabs(r.drafter or "") else r.drafter).write("eval/results/cells") for r in read_records("$(RUN_DIR)/eval/sweep")]'
 	cp $(RUN_DIR)/eval/sweep/summary/* eval/results/
 
 mutations: setup

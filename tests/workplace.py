@@ -11,7 +11,7 @@ WORDS = ("cat", "dog", "sun", "tree", "river", "stone", "blue", "red", "fast", "
 
 
 def write_prompts(path: Path, numbers: range) -> None:
-    """Every fifth conversation has two turns, every seventh a system prompt."""
+    """Every fifth conversation has two turns, every seventh a system prompt; languages take turns (so it is said)."""
     with path.open("w", encoding="utf-8") as file:
         for number in numbers:
             conversation: dict[str, object] = {"turns": [f"Tell me about {WORDS[number % 10]} number {number}."]}
@@ -19,6 +19,7 @@ def write_prompts(path: Path, numbers: range) -> None:
                 conversation["turns"] = [f"Tell me about {WORDS[number % 10]} number {number}.", "And then?"]
             if number % 7 == 0:
                 conversation["system"] = "Be brief."
+            conversation["language"] = ("en", "de")[number % 2]
             file.write(json.dumps(conversation) + "\n")
 
 

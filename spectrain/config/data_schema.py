@@ -17,14 +17,14 @@ from spectrain.config.keys import (
 )
 
 # What a row of a data set may be made of (data/row_forms.py).
-DATA_COLUMNS = ("messages", "prompt", "instruction", "input", "turns", "system", "tools", "category")
+DATA_COLUMNS = ("messages", "prompt", "instruction", "input", "turns", "system", "tools", "category", "language")
 
 
 @dataclass(frozen=True)
 class DataConfig(Section, name="data"):
     """Prompts (group ``data``). Files are JSON lines, a JSON array or Parquet rows, compressed or not, of
-    ``{"turns": ["…"]}`` with optional ``id``, ``system``, ``category``; ``{"messages": [{"role": …, "content": …}]}``
-    that already hold answers are imported, not generated."""
+    ``{"turns": ["…"]}`` with optional ``id``, ``system``, ``category``, ``language``; ``{"messages": [{"role": …,
+    "content": …}]}`` that already hold answers are imported, not generated."""
 
     train: tuple[str, ...] = key(
         (),
@@ -64,7 +64,7 @@ class DataConfig(Section, name="data"):
     columns: dict[str, str] = key(
         make=dict,
         help="which column of data.path holds what: messages, prompt, instruction, input, turns, system, tools, "
-        "category; what is not named is looked for under the usual names",
+        "category, language; what is not named is looked for under the usual names",
         example="{prompt: question}",
     )
     license: str | None = key(

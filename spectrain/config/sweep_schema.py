@@ -56,8 +56,9 @@ class SweepConfig(Section, name="sweep"):
     baseline: Literal["interleaved", "shared"] = key(
         "interleaved",
         "what a cell's speed is compared with; interleaved: no speculation, measured again beside each cell, prompt by "
-        "prompt; shared: one measurement for all cells of the same suite and concurrency, half the time but at the "
-        "mercy of what else the machine does",
+        "prompt (with vLLM on a GPU, which holds one at a time: before the others, and after them to tell the change); "
+        "shared: one measurement for all cells of the same suite and concurrency, half the time but at the mercy of "
+        "what else the machine does",
     )
     measure: bool = key(
         True,

@@ -1,9 +1,9 @@
 """Prompts: the conversations that the target is asked to answer, and their division into training and held-out.
 
 A record of a prompt file is either ``{"turns": ["…"]}``, user turns to be answered one after the other, with optional
-``id``, ``system``, ``category``, ``tools``; or ``{"messages": [{"role": …, "content": …}]}``, whose answers, if there
-are any, are imported. A record that is anything else is an error that says where it is: a prompt that is silently
-skipped or repaired would make two runs incomparable. How records are stored: ``prompt_files.py``.
+``id``, ``system``, ``category``, ``language``, ``tools``; or ``{"messages": [{"role": …, "content": …}]}``, whose
+answers, if there are any, are imported. A record that is anything else is an error that says where it is: a prompt that
+is silently skipped or repaired would make two runs incomparable. How records are stored: ``prompt_files.py``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from spectrain.errors import ConfigError, InputError
 __all__ = ["Conversation", "PromptSplit", "find_prompt_file", "load_prompts", "read_prompts", "split_prompts"]
 
 _Kind = TypeVar("_Kind")
-_FIELDS = ("turns", "messages", "id", "system", "category", "tools")
+_FIELDS = ("turns", "messages", "id", "system", "category", "language", "tools")
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Conversation:
     """User turns and what surrounds them; the target's answers come later, unless the conversation is imported with
     them.
 
+    ``language``: that of its texts, by whatever name the prompts call it; ``None`` where they do not say.
     ``source`` says where the conversation was read from ("file:line"), for messages only: it is no part of its
     identity.
     """
@@ -42,6 +43,7 @@ class Conversation:
     tools: tuple[dict[str, Any], ...] | None = None
     domain: str | None = None
     answers: tuple[str, ...] | None = None
+    language: str | None = None
     source: str | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -140,6 +142,7 @@ def _parse(value: object, default_id: str, source: str) -> Conversation:
         system=system,
         tools=tuple(_of_kind(tool, dict, f"tools[{index}]") for index, tool in enumerate(tools)) if tools else None,
         domain=_optional_text(record, "category"),
+        language=_optional_text(record, "language"),
         answers=answers,
         source=source,
     )

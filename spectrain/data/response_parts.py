@@ -38,6 +38,7 @@ SCHEMA = pa.schema(
         ("system", pa.string()),
         ("tools", pa.string()),
         ("conversation_domain", pa.string()),
+        ("conversation_language", pa.string()),  # earlier versions wrote none
         ("answers", pa.list_(pa.string())),
         # the sampling
         ("temperature", pa.float64()),

@@ -287,6 +287,7 @@ def _to_row(response: Response) -> dict[str, Any]:
         "system": conversation.system,
         "tools": None if conversation.tools is None else json.dumps(conversation.tools),
         "conversation_domain": conversation.domain,
+        "conversation_language": conversation.language,
         "answers": conversation.answers,
         **asdict(response.sampling),
     }
@@ -314,6 +315,7 @@ def _from_row(row: dict[str, Any], split: str | None) -> Response:
         system=row["system"],
         tools=None if row["tools"] is None else tuple(json.loads(row["tools"])),
         domain=row["conversation_domain"],
+        language=row.get("conversation_language"),
         answers=None if row["answers"] is None else tuple(row["answers"]),
     )
     return Response(

@@ -28,6 +28,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "system": ("system", "system_prompt"),
     "tools": ("tools",),
     "category": ("category",),
+    "language": ("language",),
 }
 _FORMS = ("messages", "prompt", "instruction", "turns")
 _ROLES = {
@@ -62,13 +63,13 @@ def conversation_of(row: Mapping[str, Any], columns: Mapping[str, str], name: st
     given = found["system"]
     if system is None and isinstance(given, str) and given.strip():
         system = given
-    category = found["category"]
     return Conversation(
         id=name,
         turns=tuple(map(_plain, turns)),
         system=None if system is None else _plain(system),
         tools=_tools(found["tools"]),
-        domain=category if isinstance(category, str) and category.strip() else None,
+        domain=_named(found["category"]),
+        language=_named(found["language"]),
         source=where,
     )
 
@@ -128,6 +129,11 @@ def _text(value: Any) -> str:
             raise UnusableRowError("parts that are no text")
         return "".join(part["text"] for part in value)
     raise UnusableRowError("no prompt in it" if value is None or value == [] else "a prompt that is no text")
+
+
+def _named(value: Any) -> str | None:
+    """A kind of text, or a language, where the row says one."""
+    return value if isinstance(value, str) and value.strip() else None
 
 
 def _plain(text: str) -> str:

@@ -100,6 +100,10 @@ class ClientRun:
         return cls(**{name: _frozen(value) for name, value in values.items()})
 
     @property
+    def tokens_per_s(self) -> float:
+        return sum(self.output_tokens) / self.seconds
+
+    @property
     def tpot_s(self) -> list[float]:
         """Of each request; 0 for an answer of one token."""
         return [

@@ -1,5 +1,5 @@
 """Simulated acceptance of stored answers, cut in every way that decides how to serve: by the number of drafts, by
-position, by kind of text, by place in the answer, by length of context.
+position, by kind of text, by language, by place in the answer, by length of context.
 
 All of it comes from the same rounds of ``decoding/simulate.py``, so the parts add up to the whole: a round belongs to
 the place and to the context of its anchor.
@@ -24,6 +24,7 @@ class SimulatedText:
 
     key: str
     domain: str | None
+    language: str | None
     split: str
     starts: tuple[int, ...]
     rounds: Sequence[Round]
@@ -57,11 +58,13 @@ def figures(name: str, rounds_per_text: Sequence[Sequence[Round]], n: int, first
 
 
 def tables(texts: Sequence[SimulatedText], n: int) -> dict[str, list[Figures]]:
-    """By split, by kind of text, by place in the answer (tokens before the anchor) and by context (position of the
-    anchor in the text)."""
+    """By split, by kind of text, by language where some prompt says its own, by place in the answer (tokens before the
+    anchor) and by context (position of the anchor in the text)."""
+    languages = {"language": _by(texts, n, lambda text, round_: text.language or "none")}
     return {
         "split": _by(texts, n, lambda text, round_: text.split),
         "domain": _by(texts, n, lambda text, round_: text.domain or "none"),
+        **(languages if any(text.language for text in texts) else {}),
         "place in the answer": _by(texts, n, lambda text, round_: _range(_place(text, round_), _PLACE_TOKENS)),
         "context": _by(texts, n, lambda text, round_: _range(round_.anchor, _CONTEXT_TOKENS)),
     }

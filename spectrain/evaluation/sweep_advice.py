@@ -5,9 +5,7 @@ Cells are compared by their speed-up over no speculation, which was measured bes
 an hour apart also measure what else the machine did. A workload is shares of output tokens by suite; its seconds a
 token are the suites', weighted by the shares, so its speed-up is no mean of speed-ups.
 
-Between measured numbers of drafts, speed is predicted: τ(n) = 1 + Σ_{j≤n} s_j from the acceptance by position of the
-next longer measured round, and the cost of a round in plain steps, τ / speed-up, which is 1 for no drafts and taken as
-linear in n. What that is worth is seen where a measured cell is predicted from the others.
+Between measured cells speed is predicted (``sweep_predictions.py``), and marked as that.
 """
 
 from __future__ import annotations
@@ -15,15 +13,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 
 from spectrain.decoding.acceptance import percentile_interval, resampled_sums
 from spectrain.evaluation.prompt_figures import timed_units
-from spectrain.evaluation.records import EvaluationRecord, Interval
-
-Conditions = tuple[object, ...]  # of a group of cells that may be compared with each other
-NONE = "none"
+from spectrain.evaluation.records import Conditions, EvaluationRecord, Interval
+from spectrain.evaluation.sweep_predictions import NONE, Asked, GroupKey, group_key, grouped, predicted_cells
 
 
 @dataclass(frozen=True)
@@ -43,7 +40,8 @@ class Advice:
     """For one suite (or workload) at one concurrency.
 
     best: the fastest measured choice; no speculation, where nothing is faster. choices: all, fastest first.
-    certain: the best one's interval lies above 1 as a whole, or none is the best.
+    certain: the best one's interval lies above 1 as a whole, or none is the best. predicted: nothing was measured here,
+    so all choices are predicted, the best one, too, and nothing is certain.
     """
 
     suite: str
@@ -54,39 +52,36 @@ class Advice:
     best: Choice
     choices: tuple[Choice, ...]
     certain: bool
+    predicted: bool = False
 
     def cost_of(self, choice: Choice) -> float:
         """The share of throughput that is lost with another choice."""
         return 1.0 - choice.speedup / self.best.speedup
 
 
-@dataclass(frozen=True)
-class PredictionError:
-    """A measured cell, as predicted from the others of its group."""
-
-    suite: str
-    method: str
-    num_speculative_tokens: int
-    concurrency: int
-    measured: float
-    predicted: float
-
-    @property
-    def relative(self) -> float:
-        return self.predicted / self.measured - 1.0
-
-
-def advise(records: Sequence[EvaluationRecord], step_by_step: Collection[str] = ()) -> list[Advice]:
-    """Advice for each suite at each concurrency. ``step_by_step``: methods whose shorter rounds are beginnings of
-    longer ones, so that they can be predicted.
+def advise(
+    records: Sequence[EvaluationRecord], step_by_step: Collection[str] = (), asked: Asked = MappingProxyType({})
+) -> list[Advice]:
+    """Advice for each suite at each concurrency, measured or between measured ones. ``step_by_step`` and ``asked``: as
+    of ``predicted_cells``.
     """
+    groups = grouped(records)
+    predicted: dict[GroupKey, list[Choice]] = defaultdict(list)
+    between: dict[GroupKey, Conditions] = {}
+    for made in predicted_cells(records, step_by_step, asked):
+        key, cell = group_key(made.conditions), made.conditions
+        predicted[key].append(Choice(cell.method, cell.num_speculative_tokens, made.speedup, None, predicted=True))
+        if key not in groups:
+            between.setdefault(key, cell)
     advices = []
-    for group in _groups(records).values():
+    for key, group in groups.items():
         measured = [_choice(record) for record in group if record.speedup is not None and record.method != NONE]
         plain = next((record for record in group if record.method == NONE), None)
-        choices = [*measured, *_predicted(group, step_by_step)]
+        choices = [*measured, *predicted[key]]
         advices.append(_advice(group[0], choices, None if plain is None else plain.output_tokens_per_s))
-    return advices
+    advices += [_advice(cell, predicted[key], None, predicted=True) for key, cell in between.items()]
+    suites = list(dict.fromkeys(record.suite for record in records))
+    return sorted(advices, key=lambda a: (suites.index(a.suite), a.context_tokens or 0, a.temperature, a.concurrency))
 
 
 def advise_workload(records: Sequence[EvaluationRecord], shares: Mapping[str, float]) -> list[Advice]:
@@ -96,12 +91,12 @@ def advise_workload(records: Sequence[EvaluationRecord], shares: Mapping[str, fl
     suites = sorted({record.suite for record in records})
     weights = {suite: shares.get(suite, 0.0) for suite in suites} if shares else dict.fromkeys(suites, 1.0)
     weights = {suite: weight / sum(weights.values()) for suite, weight in weights.items() if weight > 0}
-    cells: dict[Conditions, dict[str, EvaluationRecord]] = defaultdict(dict)
+    cells: dict[GroupKey, dict[str, EvaluationRecord]] = defaultdict(dict)
     for record in records:
         if record.speedup is not None and record.method != NONE and record.suite in weights:
-            key = (*_conditions(record)[1:], record.method, record.num_speculative_tokens)
+            key = (*group_key(record, "suite"), record.method, record.num_speculative_tokens)
             cells[key][record.suite] = record
-    groups: dict[Conditions, list[dict[str, EvaluationRecord]]] = defaultdict(list)
+    groups: dict[GroupKey, list[dict[str, EvaluationRecord]]] = defaultdict(list)
     for key, by_suite in cells.items():
         if by_suite.keys() == weights.keys():
             groups[key[:-2]].append(by_suite)
@@ -134,11 +129,11 @@ def workload_choice(by_suite: Mapping[str, EvaluationRecord], weights: Mapping[s
     return Choice(record.method, record.num_speculative_tokens, plain_s / ours_s, interval, 1.0 / ours_s)
 
 
-def pays_up_to(advices: Sequence[Advice]) -> dict[Conditions, int | None]:
+def pays_up_to(advices: Sequence[Advice]) -> dict[GroupKey, int | None]:
     """(suite, engine, temperature, context) -> the greatest measured concurrency up to which some method is faster than
     none at every one measured; None: not even at the least.
     """
-    found: dict[Conditions, int | None] = {}
+    found: dict[GroupKey, int | None] = {}
     for advice in sorted(advices, key=lambda advice: advice.concurrency):
         key = (advice.suite, advice.engine, advice.temperature, advice.context_tokens)
         pays = advice.best.method != NONE
@@ -159,35 +154,6 @@ def _skipped(advices: Sequence[Advice], last: Advice, reached: int | None) -> bo
     )
 
 
-def prediction_errors(records: Sequence[EvaluationRecord], step_by_step: Collection[str]) -> list[PredictionError]:
-    """How well the cells between others are predicted from those others."""
-    errors = []
-    for group in _groups(records).values():
-        for cells in _by_method(group, step_by_step).values():
-            for n, record in cells.items():
-                others = {m: other for m, other in cells.items() if m != n}
-                predicted = _predict(others, n)
-                if predicted is not None and record.speedup:
-                    errors.append(
-                        PredictionError(record.suite, record.method, n, record.concurrency, record.speedup, predicted)
-                    )
-    return errors
-
-
-def _conditions(record: EvaluationRecord) -> Conditions:
-    return (
-        *(record.suite, record.target, record.target_revision, record.engine, record.temperature, record.top_p),
-        *(record.top_k, record.proposal_policy, record.context_tokens, record.max_new_tokens, record.concurrency),
-    )
-
-
-def _groups(records: Sequence[EvaluationRecord]) -> dict[Conditions, list[EvaluationRecord]]:
-    groups: dict[Conditions, list[EvaluationRecord]] = defaultdict(list)
-    for record in records:
-        groups[_conditions(record)].append(record)
-    return groups
-
-
 def _choice(record: EvaluationRecord) -> Choice:
     return Choice(
         record.method,
@@ -199,53 +165,24 @@ def _choice(record: EvaluationRecord) -> Choice:
 
 
 def _advice(
-    record: EvaluationRecord, choices: Sequence[Choice], plain_tokens_per_s: float | None, suite: str = ""
+    cell: Conditions,
+    choices: Sequence[Choice],
+    plain_tokens_per_s: float | None,
+    suite: str = "",
+    predicted: bool = False,
 ) -> Advice:
-    none = Choice(NONE, 0, 1.0, None, plain_tokens_per_s)
+    none = Choice(NONE, 0, 1.0, None, plain_tokens_per_s, predicted)
     ordered = sorted([*choices, none], key=lambda choice: (-choice.speedup, choice.num_speculative_tokens))
-    best = next(choice for choice in ordered if not choice.predicted)
+    best = next(choice for choice in ordered if choice.predicted == predicted)
     certain = best.method == NONE or (best.interval is not None and best.interval[0] > 1.0)
     return Advice(
-        suite or record.suite,
-        record.engine,
-        record.temperature,
-        record.context_tokens,
-        record.concurrency,
+        suite or cell.suite,
+        cell.engine,
+        cell.temperature,
+        cell.context_tokens,
+        cell.concurrency,
         best,
         tuple(ordered),
-        certain,
+        certain and not predicted,
+        predicted,
     )
-
-
-def _by_method(
-    group: Sequence[EvaluationRecord], step_by_step: Collection[str]
-) -> dict[str, dict[int, EvaluationRecord]]:
-    found: dict[str, dict[int, EvaluationRecord]] = defaultdict(dict)
-    for record in group:
-        if record.method in step_by_step and record.speedup and record.acceptance_length:
-            found[record.method][record.num_speculative_tokens] = record
-    return found
-
-
-def _predicted(group: Sequence[EvaluationRecord], step_by_step: Collection[str]) -> list[Choice]:
-    """The numbers of drafts between measured ones."""
-    choices = []
-    for method, cells in _by_method(group, step_by_step).items():
-        for n in range(1, max(cells)):
-            speedup = _predict(cells, n) if n not in cells else None
-            if speedup is not None:
-                choices.append(Choice(method, n, speedup, None, predicted=True))
-    return choices
-
-
-def _predict(cells: Mapping[int, EvaluationRecord], n: int) -> float | None:
-    """Speed-up with n drafts, from cells with other numbers; None without a longer one."""
-    longer = min((m for m in cells if m > n), default=None)
-    if longer is None or None in cells[longer].acceptance_per_position[:n]:
-        return None
-    length = 1.0 + sum(share or 0.0 for share in cells[longer].acceptance_per_position[:n])
-    # Cost of a round in plain steps: 1 with no drafts, so a line through that point; least squares for its slope.
-    extra = {m: (r.acceptance_length or 1.0) / (r.speedup or 1.0) - 1.0 for m, r in cells.items()}
-    slope = sum(m * cost for m, cost in extra.items()) / sum(m * m for m in extra)
-    cost = 1.0 + slope * n
-    return length / cost if cost > 0 else None

@@ -200,6 +200,16 @@ def _messages(conversation: Conversation) -> list[dict[str, str]]:
     return [*system, {"role": "user", "content": conversation.turns[0]}]
 
 
+def _say_drift(baselines: Sequence[Sequence[ClientRun]]) -> None:
+    """How much the machine has changed from the first measurement without speculation to the last, of each load."""
+    changes = [found[-1].tokens_per_s / found[0].tokens_per_s - 1.0 for found in baselines if len(found) > 1]
+    if changes:
+        say(
+            f"serving: from its first measurement to its last, no speculation changed by {min(changes):+.1%} to "
+            f"{max(changes):+.1%} in tokens/s, load by load: so much does the machine change by itself"
+        )
+
+
 def _records(
     context: Context, turns: Sequence[_Turn], asked: Sequence[Conversation], folder: Path, inputs: dict[str, str]
 ) -> list[EvaluationRecord]:
@@ -212,6 +222,7 @@ def _records(
             raise RunError(f"{folder / _RUNS / turn.file_name} is gone: the same command measures it again")
         runs.setdefault((turn.method.name, turn.load), []).append(found)
         first.setdefault((turn.method.name, turn.load), turn)
+    _say_drift([found for (name, _), found in runs.items() if name == NONE])
     keys = [conversation.prompt_digest() for conversation in asked]
     version = engine_version(context)
     records = []

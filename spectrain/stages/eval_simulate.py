@@ -21,6 +21,7 @@ from rich.text import Text
 from spectrain.console import ProgressBar, say, stdout
 from spectrain.data.hidden_states import INDEX_NAME, HiddenStateSource, TargetStates
 from spectrain.data.loss_mask import generated_ranges
+from spectrain.data.prompts import Conversation
 from spectrain.data.responses import ResponseStore
 from spectrain.decoding.scheduler import FIXED
 from spectrain.drafters.drafter import Drafter
@@ -60,8 +61,7 @@ def simulate_answers(context: Context) -> float | None:
     most = drafter.shape.max_drafts or max(_MOST_DRAFTS, n)
     simulated = simulate_documents(context, drafter, store, documents, most)
     seconds = time.perf_counter() - start_s
-    kinds = {key: conversation.domain for key, conversation in conversations.items()}
-    texts = list(_texts(store, documents, simulated, kinds))
+    texts = list(_texts(store, documents, simulated, conversations))
     whole = figures("all", [text.rounds for text in texts], n)
     parts = tables(texts, n)
     method = read_method(context.measured_drafter)
@@ -138,12 +138,17 @@ class StatesInMemory:
 
 
 def _texts(
-    store: HiddenStateSource, documents: Sequence[int], simulated: SimulatedAcceptance, kinds: dict[str, str | None]
+    store: HiddenStateSource,
+    documents: Sequence[int],
+    simulated: SimulatedAcceptance,
+    conversations: dict[str, Conversation],
 ) -> Iterator[SimulatedText]:
     for number_, rounds in zip(documents, simulated.rounds, strict=True):
         states = store[number_]
         starts = tuple(start for start, _ in generated_ranges(states.loss_mask.numpy()))
-        yield SimulatedText(states.key, kinds.get(states.key.partition("-")[0]), store.splits[number_], starts, rounds)
+        asked = conversations.get(states.key.partition("-")[0])
+        domain, language = (None, None) if asked is None else (asked.domain, asked.language)
+        yield SimulatedText(states.key, domain, language, store.splits[number_], starts, rounds)
 
 
 def _measured(context: Context) -> list[EvaluationRecord]:

@@ -233,4 +233,5 @@ def _line(conversation: Conversation) -> dict[str, Any]:
     line: dict[str, Any] = {"id": conversation.id, "turns": list(conversation.turns)}
     line |= {} if conversation.system is None else {"system": conversation.system}
     line |= {} if conversation.tools is None else {"tools": list(conversation.tools)}
-    return line | ({} if conversation.domain is None else {"category": conversation.domain})
+    line |= {} if conversation.domain is None else {"category": conversation.domain}
+    return line | ({} if conversation.language is None else {"language": conversation.language})

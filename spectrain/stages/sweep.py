@@ -17,10 +17,13 @@ from typing import Any
 from spectrain.console import say
 from spectrain.decoding.proposers import Proposer
 from spectrain.drafters.drafter import Drafter
+from spectrain.engines.vllm.args import is_cpu_build
+from spectrain.engines.vllm.requests import VLLMClient
 from spectrain.errors import ConfigError, RunError
 from spectrain.evaluation.lossless import OutputDifference
 from spectrain.evaluation.records import EvaluationRecord, PromptResult, build_record, read_records
 from spectrain.evaluation.report.sweep_report import SUMMARY, write_summary
+from spectrain.evaluation.sweep_predictions import Asked
 from spectrain.stages.answer_suite import (
     Decode,
     answer_in_turns,
@@ -68,7 +71,9 @@ def sweep(context: Context) -> float | None:
     records = [
         made for cell, wanted in zip(cells, inputs, strict=True) if (made := measured_cell(folder, cell, wanted))
     ]
-    best = write_summary(folder, records, context.config.sweep.shares, step_by_step(drafters))
+    swept = context.config.sweep
+    asked: Asked = {"concurrency": swept.concurrency, "context_tokens": swept.context_tokens}
+    best = write_summary(folder, records, swept.shares, step_by_step(drafters), asked)
     if todo:
         write_run_report(context, read_records(context.run_dir.eval), shown)
     say(f"sweep: {folder / SUMMARY}")
@@ -190,52 +195,111 @@ def engine_version_in_loop() -> str:
 
 
 def _in_vllm(todo: Sequence[tuple[Cell, str]], failed: dict[str, RunError]) -> Iterator[Measured]:
-    """Configuration by configuration, no speculation first: what its cells are compared with. A method whose vLLM does
-    not start, or dies, is put into ``failed``, and the others go on.
+    """Configuration by configuration. A method whose vLLM does not start, or dies, is put into ``failed``, and the
+    others go on. Two vLLMs share a CPU, one of them at work; a GPU holds one alone.
+    """
+    interleaved = todo[0][0].context.config.sweep.baseline == "interleaved"
+    return _taking_turns(todo, failed) if interleaved and is_cpu_build() else _one_by_one(todo, failed, interleaved)
+
+
+def _taking_turns(todo: Sequence[tuple[Cell, str]], failed: dict[str, RunError]) -> Iterator[Measured]:
+    """The vLLM without speculation stays open beside each other one, and both answer a group before the next begins."""
+    version = engine_version(todo[0][0].context)
+    with _clients() as plainly, _clients() as clients:
+        for cell, inputs in _by_configuration(todo):
+            if cell.method in failed:
+                continue
+            plainly.open(_without_speculation(cell))
+            try:
+                method = clients.open(cell) if cell.method != NONE else plainly.method
+                decodes = [plainly.decode(cell), *([clients.decode(cell)] if cell.method != NONE else [])]
+                found = _answered(cell, decodes)
+            except RunError as error:
+                _note_failure(cell, error, failed)
+                if clients.is_open:  # while they answered: either may be the one that died
+                    plainly.close()
+                clients.close()
+                continue
+            plain = None if cell.method == NONE else found[0]
+            yield _measured_in_vllm(cell, method, found[-1], plain, version, inputs)
+
+
+def _one_by_one(todo: Sequence[tuple[Cell, str]], failed: dict[str, RunError], again: bool) -> Iterator[Measured]:
+    """No speculation first, which the other cells are compared with. ``again``: and once more after them, to say how
+    much the machine has changed meanwhile.
     """
     needed = {cell.method: cell for cell, _ in todo}
     if not needed.keys() <= {NONE} and NONE not in needed:
         say("sweep: no speculation is measured again, for this run's other cells to be compared with")
-    order = sorted(todo, key=lambda pair: (pair[0].method != NONE, pair[0].method, pair[0].n))
+    order = _by_configuration(todo)
     baselines = _Baselines()
     version = engine_version(todo[0][0].context)
     plain_of = [_without_speculation(cell) for cell, _ in order if cell.method != NONE]
     asked: list[tuple[Cell, str | None]] = [(cell, None) for cell in _once(plain_of, order)]
     asked += [(cell, inputs) for cell, inputs in order]
     asked.sort(key=lambda pair: pair[0].method != NONE)
-    opened: tuple[str, int] | None = None
     with _clients() as clients:
         for cell, inputs in asked:
             if cell.method in failed:
                 continue
-            size = cell.context.config.suite.concurrency
             try:
-                if (cell.method, cell.n) != opened:
-                    clients.close()
-                    method: VLLMMethod = vllm_method(cell.context, cell.method, cell.is_drafter)
-                    clients.current = cell.context.open_vllm(f"sweep-{cell.method}-n{cell.n}", method.args)
-                    opened = cell.method, cell.n
-                decode = decoder_of(cell.context, clients.current)
-                asks = suite_prompts(cell.context)
-                answers, _ = answer_in_turns(cell.context, asks, [decode], size, f"{cell.method} (vLLM)")[0]
+                method = clients.open(cell)
+                (answers,) = _answered(cell, [clients.decode(cell)])
             except RunError as error:
-                if cell.method == NONE:  # what all others are compared with
-                    raise
-                say(f"sweep: {cell.name.removesuffix('.json')}: {error}")
-                failed[cell.method] = error
+                _note_failure(cell, error, failed)
                 continue
             if cell.method == NONE:
                 baselines.put(cell, answers)
-            if inputs is None:
-                continue
-            plain = None if cell.method == NONE else baselines.get(cell)
-            record = build_record(
-                conditions(cell.context, method, size, version),
-                _results(answers),
-                None if plain is None else _results(plain),
-                inputs=inputs,
-            )
-            yield cell, record, plain or [], answers
+            if inputs is not None:
+                plain = None if cell.method == NONE else baselines.get(cell)
+                yield _measured_in_vllm(cell, method, answers, plain, version, inputs)
+        first, last = asked[0][0], asked[-1][0]
+        before = baselines.get(first)
+        if again and last.method != NONE and before is not None:
+            clients.open(first)
+            (after,) = _answered(first, [clients.decode(first)])
+            say(f"sweep: {_drift(first, before, after)}")
+
+
+def _by_configuration(todo: Sequence[tuple[Cell, str]]) -> list[tuple[Cell, str]]:
+    return sorted(todo, key=lambda pair: (pair[0].method != NONE, pair[0].method, pair[0].n))
+
+
+def _answered(cell: Cell, decodes: Sequence[Decode]) -> list[list[Answer]]:
+    size, name = cell.context.config.suite.concurrency, f"{cell.method} (vLLM)"
+    return [answers for answers, _ in answer_in_turns(cell.context, suite_prompts(cell.context), decodes, size, name)]
+
+
+def _note_failure(cell: Cell, error: RunError, failed: dict[str, RunError]) -> None:
+    if cell.method == NONE:  # what all others are compared with
+        raise error
+    say(f"sweep: {cell.name.removesuffix('.json')}: {error}")
+    failed[cell.method] = error
+
+
+def _measured_in_vllm(
+    cell: Cell, method: VLLMMethod, answers: list[Answer], plain: list[Answer] | None, version: str, inputs: str
+) -> Measured:
+    record = build_record(
+        conditions(cell.context, method, cell.context.config.suite.concurrency, version),
+        _results(answers),
+        None if plain is None else _results(plain),
+        inputs=inputs,
+    )
+    return cell, record, plain or [], answers
+
+
+def _drift(cell: Cell, before: Sequence[Answer], after: Sequence[Answer]) -> str:
+    """How much faster the same is measured after the others than before them."""
+    rates = [
+        sum(len(answer.result.output_ids) for answer in answers) / sum(answer.result.seconds for answer in answers)
+        for answers in (before, after)
+    ]
+    return (
+        f"no speculation, measured before the others and after them ({cell.context.config.suite.name}): "
+        f"{rates[0]:.1f} and {rates[1]:.1f} tokens/s, {rates[1] / rates[0] - 1:+.1%}; speed-ups, all over the first, "
+        "are off by up to as much"
+    )
 
 
 def _without_speculation(cell: Cell) -> Cell:
@@ -257,14 +321,33 @@ def _once(wanted: Sequence[Cell], order: Sequence[tuple[Cell, str]]) -> list[Cel
 
 
 class _Clients:
-    """The vLLM that is open."""
+    """The vLLM that is open, and the method that it is open for."""
 
-    current: Any = None
+    method: VLLMMethod
+    _current: VLLMClient | None = None
+    _opened: tuple[str, int] | None = None
+
+    def open(self, cell: Cell) -> VLLMMethod:
+        """Opens the cell's, unless it is open already."""
+        if (cell.method, cell.n) != self._opened:
+            self.close()
+            self.method = vllm_method(cell.context, cell.method, cell.is_drafter)
+            self._current = cell.context.open_vllm(f"sweep-{cell.method}-n{cell.n}", self.method.args)
+            self._opened = cell.method, cell.n
+        return self.method
+
+    @property
+    def is_open(self) -> bool:
+        return self._current is not None
+
+    def decode(self, cell: Cell) -> Decode:
+        assert self._current is not None
+        return decoder_of(cell.context, self._current)
 
     def close(self) -> None:
-        if self.current is not None:
-            self.current.close()
-            self.current = None
+        current, self._current, self._opened = self._current, None, None
+        if current is not None:
+            current.close()
 
 
 @contextmanager

@@ -9,6 +9,8 @@ import pytest
 from workplace import write_prompts
 
 from spectrain import cli
+from spectrain.data.prompts import Conversation
+from spectrain.evaluation.prompt_figures import PromptFigures
 from spectrain.evaluation.records import read_record, read_records
 
 
@@ -132,7 +134,7 @@ def test_methods_without_a_drafter_are_baselines_of_eval(run_dir):
     assert found["suffix"].output_identical is True and found["suffix"].drafter is None
 
 
-def test_simulation_is_what_the_loop_measures(run_dir, capsys):
+def test_simulation_is_what_the_loop_measures(run_dir, arguments, capsys):
     assert cli.main(["eval", f"run.dir={run_dir}", "suite.max_prompts=6", "suite.baselines=[]"]) == 0
     (measured,) = (r for r in read_records(run_dir / "eval") if r.is_drafter and r.num_prompts == 6)
     command = ["eval", "simulate", f"run.dir={run_dir}", f"drafter.path={run_dir / 'drafter'}"]
@@ -154,6 +156,19 @@ def test_simulation_is_what_the_loop_measures(run_dir, capsys):
     assert {"eagle3-drafts.svg", "eagle3-drafts.png"} <= {path.name for path in file.parent.iterdir()}
     for lines in found["parts"].values():
         assert sum(line["rounds"] for line in lines) == measured.rounds
+    # By language, as the loop's answers give it, prompt by prompt.
+    answered: dict[str, list[PromptFigures]] = {"en": [], "de": []}
+    (heldout,) = (Path(a.removeprefix("data.heldout=")) for a in arguments if a.startswith("data.heldout="))
+    for line in heldout.read_text().splitlines():
+        asked = json.loads(line)
+        digest = Conversation("", tuple(asked["turns"]), asked.get("system")).prompt_digest()
+        answered[asked["language"]] += [prompt for prompt in measured.prompts if prompt.key == digest[:16]]
+    for line in found["parts"]["language"]:
+        figures = answered.pop(line["name"])
+        rounds = sum(prompt.rounds for prompt in figures)
+        assert (line["texts"], line["rounds"]) == (3, rounds)
+        assert line["acceptance_length"] == 1 + sum(prompt.accepted_tokens for prompt in figures) / rounds
+    assert not answered
     # Without the stored hidden states they are computed, and nothing changes.
     for shard in (run_dir / "hidden_states").glob("*"):
         shard.unlink()

@@ -75,6 +75,7 @@ USABLE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "instruction": ({"instruction": "a", "input": "", "output": "x"}, {"turns": ("a",)}),
     "instruction and input": ({"instruction": "a", "input": "b", "output": "x"}, {"turns": ("a\n\nb",)}),
     "parts": ({"messages": [{"role": "user", "content": PARTS}]}, {"turns": ("What is this?",)}),
+    "a language": ({"prompt": "a", "language": "Deutsch"}, {"turns": ("a",), "language": "Deutsch"}),
     "turns": ({"turns": ["a", "b"], "category": "c"}, {"turns": ("a", "b"), "domain": "c"}),
     "tools": (
         {"query": "a", "tools": json.dumps([TOOL])},

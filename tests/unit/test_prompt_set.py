@@ -74,6 +74,7 @@ def test_enough_prompts_in_even_categories_and_three_languages(train, heldout):
 def test_ids_say_category_and_language(train, heldout):
     for conversation in train + heldout:
         assert re.fullmatch(rf"(heldout-)?{conversation.domain}-(en|de|fr)-\d{{3}}", conversation.id)
+        assert conversation.language == language(conversation)
     assert len({c.id for c in train + heldout}) == len(train) + len(heldout)
 
 

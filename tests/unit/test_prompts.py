@@ -28,7 +28,7 @@ def test_all_fields(tmp_path: Path) -> None:
     path = write(
         tmp_path / "mixed.jsonl",
         {"id": "a", "turns": ["one", "two"], "system": "be brief", "category": "chat", "tools": [tool]},
-        {"turns": ["three"], "system": None, "id": None},
+        {"turns": ["three"], "language": "de", "system": None, "id": None},
         {
             "messages": [
                 {"role": "system", "content": "s"},
@@ -42,7 +42,7 @@ def test_all_fields(tmp_path: Path) -> None:
     )
     assert load_prompts(path) == [
         Conversation(id="a", turns=("one", "two"), system="be brief", domain="chat", tools=(tool,)),
-        Conversation(id="mixed-2", turns=("three",)),
+        Conversation(id="mixed-2", turns=("three",), language="de"),
         Conversation(id="mixed-3", turns=("u1", "u2"), system="s", answers=("a1", "a2")),
         Conversation(id="mixed-4", turns=("to be answered",), system="outside"),
     ]
@@ -99,6 +99,7 @@ BROKEN = {
     "system a list": (b'{"system": ["s"], "turns": ["a"]}', "'system' is a list instead of a text"),
     "system blank": (b'{"system": " ", "turns": ["a"]}', "'system' is blank"),
     "category a boolean": (b'{"category": true, "turns": ["a"]}', "'category' is true instead of a text"),
+    "language a number": (b'{"language": 1, "turns": ["a"]}', "'language' is a number instead of a text"),
     "tools an object": (b'{"tools": {}, "turns": ["a"]}', "'tools' is an object instead of a list"),
     "tool a text": (b'{"tools": ["f"], "turns": ["a"]}', "tools[0] is a text instead of an object"),
     "not UTF-8": (b'{"turns": ["caf\xe9"]}', "not UTF-8"),
@@ -161,7 +162,7 @@ def test_broken_line_is_named(tmp_path: Path, name: str) -> None:
     assert "\n" not in message
 
 
-FIELD_NAMES = st.sampled_from(["turns", "messages", "role", "content", "system", "id", "tools", "category"])
+FIELD_NAMES = st.sampled_from(["turns", "messages", "role", "content", "system", "id", "tools", "category", "language"])
 LEAVES = st.none() | st.booleans() | st.integers() | st.text() | st.sampled_from(["user", "assistant", "system"])
 JSON_VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner) | st.dictionaries(FIELD_NAMES, inner))
 
@@ -205,7 +206,9 @@ def test_repeated_ids(tmp_path: Path) -> None:
 
 def test_digest_is_of_what_the_target_is_shown() -> None:
     base = Conversation(id="a", turns=("t",), system="s", tools=({"x": 1, "y": 2},), domain="d")
-    same = Conversation(id="b", turns=("t",), system="s", tools=({"x": 1, "y": 2},), answers=("answer",), source="f:1")
+    same = Conversation(
+        id="b", turns=("t",), system="s", tools=({"x": 1, "y": 2},), answers=("answer",), language="en", source="f:1"
+    )
     others = [
         Conversation(id="a", turns=("t", "t"), system="s", tools=base.tools),
         Conversation(id="a", turns=("s",), system="t", tools=base.tools),

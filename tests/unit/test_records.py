@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +20,7 @@ from spectrain.evaluation.records import (
     read_records,
 )
 from spectrain.evaluation.reliability import ConfidenceStats
+from spectrain.evaluation.report.sweep_report import markdown_table, sweep_drawings
 from spectrain.evaluation.report.tables import compare_with_simulation, distinct_names
 
 CONDITIONS = Conditions(
@@ -282,3 +284,12 @@ def test_verdict_on_the_simulation(temperature, simulated, expected):
         simulated_acceptance_length_interval=interval,
     )
     assert compare_with_simulation(record) == expected
+
+
+@pytest.mark.parametrize("folder", ["eval/results", "eval/results/quickstart"])
+def test_what_is_committed_can_be_read_and_belongs_together(folder: str) -> None:
+    results = Path(__file__).parents[2] / folder
+    records = read_records(results / "cells")
+    assert len(records) > 10 and not any(Path(record.drafter or "").is_absolute() for record in records)
+    assert (results / "table.md").read_text(encoding="utf-8") == markdown_table(records)
+    assert {path.stem for path in results.glob("*.svg")} <= {drawing.name for drawing in sweep_drawings(records)}

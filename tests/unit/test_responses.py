@@ -37,6 +37,7 @@ def make_response(number: int, length: int = 5, **changes: object) -> Response:
         tools=({"z": 1, "a": [None]},) if number % 3 == 0 else None,
         domain="chat",
         answers=("a", "b") if number % 5 == 0 else None,
+        language="fr" if number % 4 == 0 else None,
     )
     fields = {
         "conversation": conversation,
@@ -131,7 +132,7 @@ def test_key_changes_with_all_that_decides_a_response_and_nothing_else() -> None
         response_key(dataclasses.replace(base, answers=("y",)), SAMPLING, "target", "revision"),
     ]
     assert len(set(keys)) == len(keys)
-    renamed = dataclasses.replace(base, id="b", domain="d", source="f:1")
+    renamed = dataclasses.replace(base, id="b", domain="d", language="en", source="f:1")
     assert response_key(renamed, SAMPLING, "target", "revision") == keys[0]
     resampled = dataclasses.replace(SAMPLING, seed=9)
     assert response_key(imported, resampled, "target", "revision") == response_key(
@@ -156,6 +157,24 @@ def test_impossible_responses(changes: dict[str, object]) -> None:
 
 
 # The store
+
+
+def test_parts_without_a_language_are_read(tmp_path: Path) -> None:
+    """Of versions that stored none."""
+    store, response = ResponseStore(tmp_path), make_response(4)
+    written = store.append([response])
+    assert written is not None
+    table = pq.ParquetFile(written).read()
+    assert table["conversation_language"].to_pylist() == ["fr"]
+    older = table.drop_columns(["conversation_language"])
+    written.unlink()
+    pq.write_table(older, tmp_path / "part-00000.parquet")
+    (found,) = ResponseStore(tmp_path).load()
+    assert found.conversation == dataclasses.replace(response.conversation, language=None)
+    assert found.key == response.key
+    kept = ResponseStore(tmp_path)
+    kept.append([make_response(8)])
+    assert [r.conversation.language for r in kept.load([response.key, make_response(8).key])] == [None, "fr"]
 
 
 def test_what_is_loaded_is_what_was_appended(tmp_path: Path) -> None:

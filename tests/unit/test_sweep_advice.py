@@ -9,7 +9,7 @@ import pytest
 
 from spectrain.evaluation.prompt_figures import PromptFigures
 from spectrain.evaluation.records import EvaluationRecord
-from spectrain.evaluation.sweep_advice import advise, advise_workload, pays_up_to, prediction_errors
+from spectrain.evaluation.sweep_advice import advise, advise_workload, pays_up_to
 
 
 def prompt(number: int, seconds: float, plain_s: float, tokens: int = 100) -> PromptFigures:
@@ -94,20 +94,3 @@ def test_its_interval_resamples_the_prompts_of_each_suite():
     draws = [rng.choice(row, size=(4000, 6)).mean(axis=1) for row in seconds]
     low, high = np.quantile(2.0 / (draws[0] + draws[1]), [0.025, 0.975])
     assert choice.interval == pytest.approx((low, high), abs=0.03)
-
-
-def test_between_measured_numbers_of_drafts_speed_is_predicted_and_judged():
-    def cell(n: int, **more: Any) -> EvaluationRecord:
-        # Every draft accepted with .5 given the ones before; a round costs 1 + .1 n plain steps.
-        shares = tuple(0.5**j for j in range(1, n + 1))
-        return record("eagle3", n, (1 + sum(shares)) / (1 + 0.1 * n), shares=shares, **more)
-
-    (advice,) = advise([cell(1), cell(4)], step_by_step=["eagle3"])
-    predicted = {c.num_speculative_tokens: c.speedup for c in advice.choices if c.predicted}
-    assert predicted == pytest.approx({2: 1.75 / 1.2, 3: 1.875 / 1.3})
-    assert advice.best.num_speculative_tokens == 1 or not advice.best.predicted
-    assert not [
-        c for a in advise([cell(1), cell(4)]) for c in a.choices if c.predicted
-    ]  # a block's beginning is another
-    errors = prediction_errors([cell(1), cell(2), cell(4)], ["eagle3"])
-    assert [(e.num_speculative_tokens, round(e.relative, 9)) for e in errors] == [(1, 0.0), (2, 0.0)]

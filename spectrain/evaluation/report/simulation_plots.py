@@ -1,5 +1,5 @@
 """The figures of a simulation: acceptance length by number of drafts, by place in the answer and by length of context,
-and acceptance by kind of text and position.
+and acceptance by kind of text, or language, and position.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ def simulation_drawings(
             yield lines(
                 f"{method}-{name}", title, note, axis, [Line(method, points, True)], whole.acceptance_length, True
             )
-    rows = [(line.name, line.acceptance_per_position) for line in parts["domain"]]
-    if len(rows) > 1:
-        yield heatmap(f"{method}-domains", f"Acceptance by kind of text and position, {method}", rows)
+    for part, name, kind in (("domain", "domains", "kind of text"), ("language", "languages", "language")):
+        rows = [(line.name, line.acceptance_per_position) for line in parts.get(part, ())]
+        if len(rows) > 1:
+            yield heatmap(f"{method}-{name}", f"Acceptance by {kind} and position, {method}", rows)

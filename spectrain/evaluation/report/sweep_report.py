@@ -25,12 +25,11 @@ from spectrain.evaluation.sweep_advice import (
     NONE,
     Advice,
     Choice,
-    PredictionError,
     advise,
     advise_workload,
     pays_up_to,
-    prediction_errors,
 )
+from spectrain.evaluation.sweep_predictions import Asked, PredictionError, prediction_errors
 from spectrain.files import with_digest, write_atomically
 
 SUMMARY = Path("summary") / "recommendation.json"  # in a folder of its own: what lies beside the cells is a cell
@@ -41,11 +40,13 @@ def write_summary(
     records: Sequence[EvaluationRecord],
     shares: Mapping[str, float],
     step_by_step: Collection[str],
+    asked: Asked,
 ) -> float | None:
     """Writes the summary and the figures, prints the recommendation. Returns the best speed-up of the workload, or
-    of the only suite.
+    of the only suite. asked: concurrencies and lengths of context, of which not all need have been measured.
     """
-    suites = advise(records, step_by_step)
+    suites = advise(records, step_by_step, asked)
+    measured = [advice for advice in suites if not advice.predicted]
     several = len({record.suite for record in records}) > 1
     workload = advise_workload(records, shares) if several else []
     errors = prediction_errors(records, step_by_step)
@@ -53,22 +54,21 @@ def write_summary(
     content = {
         "suites": [_advice_json(advice) for advice in suites],
         "workload": {"shares": dict(shares), "choices": [_advice_json(advice) for advice in workload]},
-        "pays_up_to": [
-            {"suite": key[0], "engine": key[1], "temperature": key[2], "context_tokens": key[3], "concurrency": most}
-            for key, most in pays_up_to(suites).items()
-        ],
+        "pays_up_to": _pays_json(measured, suites),
         "prediction_errors": [asdict(error) | {"relative": error.relative} for error in errors],
         "engines": [asdict(agreement) for agreement in agreements],
     }
     text = json.dumps(with_digest(json.loads(json.dumps(content))), indent=2, ensure_ascii=False) + "\n"
     write_atomically(folder / SUMMARY, text, "the sweep's summary")
     write_atomically(folder / SUMMARY.parent / "table.md", markdown_table(records))
+    for before in (folder / SUMMARY.parent).glob("*.[sp][vn]g"):  # of other cells: these need not have the same figures
+        before.unlink()
     for drawing in sweep_drawings(records):
         drawing.write(folder / SUMMARY.parent)
     stdout.print(_table([*suites, *workload]))
     for line in (*_sentences(suites, workload, errors), *_agreement_sentences(agreements)):
         say(line)
-    found = workload or suites
+    found = workload or measured
     return max((advice.best.speedup for advice in found), default=None)
 
 
@@ -110,6 +110,19 @@ def _advice_json(advice: Advice) -> dict[str, Any]:
     return values
 
 
+def _pays_json(measured: Sequence[Advice], suites: Sequence[Advice]) -> list[dict[str, Any]]:
+    """concurrency: of the measured ones; predicted: with those between them."""
+    predicted = pays_up_to(suites)
+    return [
+        {
+            **dict(zip(("suite", "engine", "temperature", "context_tokens"), key, strict=True)),
+            "concurrency": most,
+            "predicted": predicted.get(key),
+        }
+        for key, most in pays_up_to(measured).items()
+    ]
+
+
 def _table(advices: Sequence[Advice]) -> Table:
     """The best choice of each group, and what the others cost."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -118,8 +131,8 @@ def _table(advices: Sequence[Advice]) -> Table:
         table.add_column(name, justify="right" if name in ("at a time", "speed-up") else "left", overflow="fold")
     for advice in advices:
         # Predicted ones that look better are no choice yet: they are in the summary.
-        others = [c for c in advice.choices if not c.predicted and c is not advice.best]
-        costs = ", ".join(f"{_label(choice)} {advice.cost_of(choice):.0%}" for choice in others[:6])
+        others = [c for c in advice.choices if c.predicted == advice.predicted and c is not advice.best]
+        costs = ", ".join(f"{_name(choice)} {advice.cost_of(choice):.0%}" for choice in others[:6])
         table.add_row(
             _group(advice),
             *((advice.engine,) * several),
@@ -138,8 +151,12 @@ def _group(advice: Advice) -> str:
 
 
 def _label(choice: Choice) -> str:
+    return f"{_name(choice)}{' (predicted)' if choice.predicted else ''}"
+
+
+def _name(choice: Choice) -> str:
     drafts = f", n = {choice.num_speculative_tokens}" if choice.num_speculative_tokens else ""
-    return f"{measured_label(choice.method)}{drafts}{' (predicted)' if choice.predicted else ''}"
+    return f"{measured_label(choice.method)}{drafts}"
 
 
 def _bracketed(choice: Choice) -> str:
@@ -150,14 +167,18 @@ def _sentences(
     suites: Sequence[Advice], workload: Sequence[Advice], errors: Sequence[PredictionError]
 ) -> Iterator[str]:
     several = len({advice.engine for advice in suites}) > 1
-    for key, most in pays_up_to([*suites, *workload]).items():
-        sizes = [a.concurrency for a in (*suites, *workload) if a.suite == key[0]]
+    measured = [advice for advice in (*suites, *workload) if not advice.predicted]
+    between = pays_up_to([*suites, *workload])
+    for key, most in pays_up_to(measured).items():
+        sizes = [a.concurrency for a in measured if a.suite == key[0]]
         where = f"{key[0]}, {key[1]}" if several else key[0]
         if most is None:
             yield f"sweep: {where}: speculation does not pay, not even with {min(sizes)} at a time"
         elif most < max(sizes):
-            yield f"sweep: {where}: speculation pays up to {most} at a time, not above"
-    for advice in (*suites, *workload):
+            further = between.get(key) or 0
+            guess = f" (predicted between the measured ones: up to {further})" if further > most else ""
+            yield f"sweep: {where}: speculation pays up to {most} at a time, not above{guess}"
+    for advice in measured:
         group = f"{_group(advice)}, {advice.engine}" if several else _group(advice)
         if not advice.certain:
             yield (
@@ -170,12 +191,34 @@ def _sentences(
                     f"sweep: {group}, {advice.concurrency} at a time: {_label(choice)} may be faster still: "
                     f"{choice.speedup:.2f}x, not measured"
                 )
-    if errors:
-        worst = max(errors, key=lambda error: abs(error.relative))
+    yield from _error_sentences(errors, any(advice.predicted for advice in suites))
+
+
+_OVER = {
+    "num_speculative_tokens": "other numbers of drafts",
+    "concurrency": "other concurrencies",
+    "context_tokens": "other lengths of context",
+}
+
+
+def _error_sentences(errors: Sequence[PredictionError], between: bool) -> Iterator[str]:
+    """How far off predictions are. ``between``: there are some of whole groups of cells that were not run."""
+    for over, told in _OVER.items():
+        found = [error for error in errors if error.over == over]
+        if not found:
+            continue
+        worst = max(found, key=lambda error: abs(error.relative))
+        at = f"{worst.concurrency} at a time" if over == "concurrency" else f"{worst.context_tokens} tokens"
         yield (
-            f"sweep: predicted from the others, {len(errors)} measured cells are off by "
-            f"{sum(abs(error.relative) for error in errors) / len(errors):.1%} on average, at most by "
-            f"{worst.relative:+.1%} ({worst.suite}, {measured_label(worst.method)}, n = {worst.num_speculative_tokens})"
+            f"sweep: predicted from {told}, {len(found)} measured cells are off by "
+            f"{sum(abs(error.relative) for error in found) / len(found):.1%} on average, at most by "
+            f"{worst.relative:+.1%} ({worst.suite}, {measured_label(worst.method)}, n = {worst.num_speculative_tokens}"
+            f"{'' if over == 'num_speculative_tokens' else f', {at}'})"
+        )
+    if between and not any(error.over != "num_speculative_tokens" for error in errors):
+        yield (
+            "sweep: how far off predicted concurrencies and lengths of context are is not known: of three measured "
+            "ones the middle one tells"
         )
 
 
