@@ -69,7 +69,10 @@ FACTS: dict[str, Facts] = {
     "qwen3_5_moe_text": _QWEN,
     "glm4_moe": _GLM,
     "deepseek_v3": _DEEPSEEK,
+    "deepseek_v32": _DEEPSEEK,
 }
+# Tensors of the layer that stay as they are.
+KEPT = ".self_attn.indexer."
 # Half of each head turns; yarn as DeepSeek has it.
 EXTRA: dict[str, dict[str, Any]] = {
     "deepseek_v3": {
@@ -84,6 +87,7 @@ EXTRA: dict[str, dict[str, Any]] = {
             "mscale_all_dim": 1.0,
         }
     },
+    "deepseek_v32": {"index_topk": 64},  # keys that its attention reads: more than a text here has
 }
 
 
@@ -151,7 +155,7 @@ class MtpReference:
         self.facts, hf = FACTS[target.family], target.model.model
         decoder: Any = hf.get_decoder()
         kinds = getattr(decoder.config, "layer_types", None) or ["full_attention"] * len(decoder.layers)
-        last = max(index for index, kind in enumerate(kinds) if kind == "full_attention")
+        last = max(index for index, kind in enumerate(kinds) if kind in ("full_attention", "indexed_attention"))
         self.layer = copy.deepcopy(decoder.layers[last])
         self.rotary, self.norm, self.hf = decoder.rotary_emb, copy.deepcopy(decoder.norm), hf
         stored = {

@@ -86,6 +86,11 @@ class DrafterShape:
         return self.owns_head
 
     @property
+    def most_context(self) -> int | None:
+        """Tokens of a text up to which it computes here what it is served as; None: any number."""
+        return None
+
+    @property
     def max_drafts(self) -> int | None:
         """Drafts of a round at most; None: drafting can always go on."""
         return None

@@ -20,6 +20,7 @@ from spectrain.drafters.drafter_digests import CONFIG, WEIGHTS, weight_files
 from spectrain.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
+    from spectrain.drafters.drafter import DrafterShape
     from spectrain.drafters.registry import DrafterMethod
     from spectrain.stages.context import Context
     from spectrain.target.spec import TargetSpec
@@ -266,13 +267,14 @@ def check_drafter_fits(folder: Path, spec: TargetSpec) -> None:
 
 def check_measured(context: Context) -> None:
     """The drafter that a command measures fits the target, and is what the command line says of it."""
-    from spectrain.drafters.drafter_folder import read_method
+    from spectrain.drafters.drafter_folder import read_method, read_shape
 
     config, folder = context.config, context.measured_drafter
     _restore_links(folder, context.source.folder)
     check_drafter_fits(folder, context.spec)
     refuse_other_method(folder, read_method(folder), config.drafter.method, context.given)
     _check_settled(config.drafter, folder, context.spec, context.given)
+    check_context(read_shape(folder, _ANY_TAPS), config.target.max_length)
     check_drafts(folder, config.decoding.num_speculative_tokens)
     if config.draft_policies != ("fixed",):
         check_confidence(folder)
@@ -345,4 +347,14 @@ def check_dimensions(config: SpectrainConfig, spec: TargetSpec) -> None:
             f"drafter.draft_vocab_size={vocabulary} is larger than the target's vocabulary of {spec.vocab_size}: "
             f"lower it"
         )
-    find_method(drafter.method).shape(drafter, spec)
+    check_context(find_method(drafter.method).shape(drafter, spec), longest)
+
+
+def check_context(shape: DrafterShape, max_length: int) -> None:
+    """A drafter computes texts of ``target.max_length`` as it is served."""
+    most = shape.most_context
+    if most is not None and max_length > most:
+        raise ConfigError(
+            f"target.max_length={max_length}: beyond {most:,} tokens (index_topk) this target's multi-token-prediction "
+            f"head reads keys that its indexer chooses, which is not computed here: set target.max_length={most}"
+        )

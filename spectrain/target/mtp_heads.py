@@ -17,6 +17,8 @@ from typing import Any
 
 from spectrain.errors import ConfigError, InputError
 
+_INDEXER = ".self_attn.indexer."
+
 
 @dataclass(frozen=True)
 class MtpHead:
@@ -27,7 +29,9 @@ class MtpHead:
     ``embedding_first``: the projection reads [embedding; hidden state], else the other way round. ``feeds_normed``: the
     next step reads the normed output. ``zero_first``: the embedding at position 0 counts as zero. ``attention``: plain,
     gated (q_proj makes a gate for its heads, too) or latent (MLA). ``own_modules``: no other module of vLLM carries the
-    names of this head's, so that it alone can be left unquantised.
+    names of this head's, so that it alone can be left unquantised. ``selects``: field of config.json with the number of
+    keys that its attention reads, chosen by an indexer of its own; up to so many tokens these are all of them, which is
+    what is computed here, and the indexer stays as it is.
     """
 
     prefix: str
@@ -45,6 +49,11 @@ class MtpHead:
     qk_norm: bool = False  # always; else where config.json says so
     attention_bias: bool = False  # of q, k and v, always; else where config.json says so
     own_modules: bool = True
+    selects: str = ""
+
+    def stays(self, name: str) -> bool:
+        """Whether a tensor of the layer is neither trained nor written: of an indexer."""
+        return bool(self.selects) and _INDEXER in name
 
     def start(self, num_layers: int) -> str:
         """What the names of all its tensors begin with."""
@@ -78,6 +87,7 @@ _DEEPSEEK = MtpHead(
     layers_field="num_nextn_predict_layers",
     attention="latent",
 )
+_DEEPSEEK_SPARSE = replace(_DEEPSEEK, selects="index_topk")
 _GLM = replace(_DEEPSEEK, attention="plain", feeds_normed=False)
 _MIMO = MtpHead(
     prefix="model.mtp_layers.0.",
@@ -101,6 +111,7 @@ MTP_HEADS: dict[str, MtpHead] = {
     "qwen3_5_moe_text": _QWEN,
     "glm4_moe": _GLM,
     "deepseek_v3": _DEEPSEEK,
+    "deepseek_v32": _DEEPSEEK_SPARSE,
 }
 
 

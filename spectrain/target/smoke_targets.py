@@ -99,7 +99,7 @@ def _head_tensors(
 ) -> dict[str, Tensor]:
     generator, hidden, layers = torch.Generator().manual_seed(seed + 1), text["hidden_size"], text["num_hidden_layers"]
     kinds = text.get("layer_types") or ["full_attention"] * layers
-    last = max(index for index, kind in enumerate(kinds) if kind == "full_attention")
+    last = max(index for index, kind in enumerate(kinds) if kind in ("full_attention", "indexed_attention"))
     marker, start = f"layers.{last}.", head.start(layers)
     made = {
         f"{start}{head.layer}{name.split(marker, 1)[1]}": tensor

@@ -5,6 +5,7 @@ from mutation import Mutation
 FAMILIES = "tests/equivalence/test_mtp_families.py"
 FOLDER = "tests/unit/test_mtp_folder.py"
 LOOP = "tests/equivalence/test_mtp.py"
+SPARSE = "tests/equivalence/test_sparse_heads.py"
 HERE = "spectrain/drafters/autoregressive/"
 
 MUTATIONS = (
@@ -77,5 +78,33 @@ MUTATIONS = (
         "        if names:\n            _write_kept(path, names, whole)\n",
         "        if False:\n            _write_kept(path, names, whole)\n",
         (FOLDER,),
+    ),
+    Mutation(
+        "mtp: DeepSeek-V3.2 is fed back what GLM-4 is",
+        "spectrain/target/mtp_heads.py",
+        'replace(_DEEPSEEK, selects="index_topk")',
+        'replace(_DEEPSEEK, selects="index_topk", feeds_normed=False)',
+        (FAMILIES,),
+    ),
+    Mutation(
+        "mtp: a text beyond what the indexer chooses is trained with all its keys",
+        HERE + "mtp.py",
+        "            self._check_context(max(batch.lengths()))\n",
+        "            pass\n",
+        (SPARSE,),
+    ),
+    Mutation(
+        "mtp: a cache grows beyond what the indexer chooses",
+        HERE + "mtp.py",
+        "            self._check_context(int(cache.columns_B.max()) + 1)\n",
+        "            pass\n",
+        (SPARSE,),
+    ),
+    Mutation(
+        "mtp: the scales of an indexer go with those of the tuned modules",
+        HERE + "mtp.py",
+        " and not shape.head.stays(name)",
+        "",
+        (SPARSE,),
     ),
 )

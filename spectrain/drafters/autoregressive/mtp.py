@@ -48,7 +48,7 @@ from spectrain.drafters.overlay import SECTION, Overlay, leave_unquantised, targ
 from spectrain.errors import ConfigError, InputError
 from spectrain.target.checkpoint import CheckpointReader
 from spectrain.target.head import TargetHead
-from spectrain.target.mtp_heads import mtp_family
+from spectrain.target.mtp_heads import MTP_HEADS, mtp_family
 from spectrain.target.spec import TargetSpec
 
 LAST_LAYER = "last_layer"
@@ -74,6 +74,8 @@ class Mtp(AutoregressiveDrafter):
         return self.body.norm.weight.dtype
 
     def unroll(self, batch: PackedBatch, columns: Columns) -> Tensor:
+        if self.shape.most_context is not None:
+            self._check_context(max(batch.lengths()))
         feature_TH = read_hidden(self, self.head, batch.last_hidden_TH).to(self._dtype)
         return unroll(self.body, self.rotary, self.head, feature_TH, batch, columns, self.attention_backend(batch))
 
@@ -86,6 +88,17 @@ class Mtp(AutoregressiveDrafter):
             raise ValueError("a multi-token-prediction head observes the target's last hidden state")
         feature_BTH = observation.last_hidden_BTH.to(self._dtype)
         observe_columns(self.body, self.rotary, self.head, cache, feature_BTH, observation)
+        if self.shape.most_context is not None:
+            self._check_context(int(cache.columns_B.max()) + 1)
+
+    def _check_context(self, tokens: int) -> None:
+        """InputError for a text of which a served head would read chosen keys alone (DeepSeek sparse attention)."""
+        most = self.shape.most_context
+        if most is not None and tokens > most:
+            raise InputError(
+                f"a text of {tokens:,} tokens: beyond {most:,} (index_topk) a head of {self.shape.family} reads keys "
+                f"that its indexer chooses, which is not computed here: set target.max_length={most}"
+            )
 
     def draft_steps(self, cache: AutoregressiveCache, anchor_B: Tensor, n: int) -> DraftSteps:
         return DraftSteps(self.body, self.rotary, self.head, cache, anchor_B, n)
@@ -125,6 +138,11 @@ class MtpMethod(AutoregressiveMethod):
 
     def shape(self, config: DrafterConfig, spec: TargetSpec) -> MtpShape:
         family = mtp_family(spec.model_type, spec.architectures)
+        if MTP_HEADS[family].selects and config.init == LAST_LAYER:
+            raise ConfigError(
+                f"drafter.init=last_layer: a head of {family} has an indexer, which is not trained here: use a "
+                "checkpoint with its own head"
+            )
         experts = spec.experts
         dtype = "bfloat16" if spec.quantization is not None else str(spec.dtype).removeprefix("torch.")
         count, active = (0, 0) if experts is None else (experts.count, experts.active)
@@ -198,7 +216,9 @@ class MtpMethod(AutoregressiveMethod):
         shape, source = drafter.shape, _source(drafter)
         changed = self.stored_tensors(drafter)
         start, names = shape.head.start(shape.target_layers), CheckpointReader(source).names
-        stale = frozenset(name for name in names if name.startswith(start) and SCALES.search(name))
+        stale = frozenset(
+            name for name in names if name.startswith(start) and SCALES.search(name) and not shape.head.stays(name)
+        )
         recorded = Overlay(source, changed, stale).write(folder)
         whole_config = target_config(source)
         if stale:

@@ -27,6 +27,7 @@ _EXPERTS = {
     "qwen3_5_moe_text": ("qwen3_5_moe", "Qwen3_5MoeSparseMoeBlock"),
     "glm4_moe": ("glm4_moe", "Glm4MoeMoE"),
     "deepseek_v3": ("deepseek_v3", "DeepseekV3MoE"),
+    "deepseek_v32": ("deepseek_v32", "DeepseekV32MoE"),
 }
 
 

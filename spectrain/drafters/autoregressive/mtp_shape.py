@@ -44,6 +44,10 @@ class MtpShape(DrafterShape):
         return MTP_HEADS[self.family]
 
     @property
+    def most_context(self) -> int | None:
+        return int(self.text[self.head.selects]) if self.head.selects else None
+
+    @property
     def offset(self) -> float:
         """What is added to stored gains."""
         family = FAMILIES.get(str(self.text["model_type"]))
