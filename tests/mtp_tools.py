@@ -5,6 +5,7 @@ decoder layer, run over whole sequences, with names and order of each family by 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from small_targets import capture
+from small_targets import MOTIFS, capture, periodic_text
 from tiny import VOCAB_SIZE, tiny_target, tiny_tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -98,6 +99,33 @@ def mtp_target(family: str, folder: Path, seed: int = 0, **overrides: Any) -> Pa
     if family == "mimo":
         change_config(folder, architectures=["MiMoForCausalLM"])
     add_mtp_head(folder, seed)
+    return folder
+
+
+def questions(numbers: Iterable[int]) -> list[list[int]]:
+    """Prompts, as a server renders them."""
+    tokenizer = tiny_tokenizer()
+    messages = [[{"role": "user", "content": f"Tell me about number {number}."}] for number in numbers]
+    return [tokenizer.apply_chat_template(one, add_generation_prompt=True, return_dict=False) for one in messages]
+
+
+def taught_target(family: str, folder: Path, steps: int = 80, **overrides: Any) -> Path:
+    """``mtp_target``, whose target has learned in some seconds to answer in periods (``periodic_text``). So there is
+    something that its head, which was not taught, can be tuned to, and rounding changes no token.
+    """
+    tiny_target("qwen2" if family == "mimo" else family, folder, **{**EXTRA.get(family, {}), **overrides})
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    texts = [ids + periodic_text(n % len(MOTIFS), 0, 40) for n, ids in enumerate(questions(range(10, 34)))]
+    ids = torch.tensor([text[: min(map(len, texts))] for text in texts])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
+    for _ in range(steps):
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(folder)
+    if family == "mimo":
+        change_config(folder, architectures=["MiMoForCausalLM"])
+    add_mtp_head(folder)
     return folder
 
 

@@ -1,8 +1,8 @@
 """A target's folder with a tuned head: links to the target's own files, one shard with the changed tensors, and an
 index that points their names to it. vLLM serves it like the target.
 
-    config.json                     the target's, with ``spectrain`` and, where the head was quantised, its modules
-                                    among those that are not
+    config.json                     the target's, with ``spectrain`` and, where the target is quantised, the head's
+                                    modules among those that are not
     tuned-mtp.safetensors           the head
     model.safetensors.index.json    every tensor's file
     model-00001-of-….safetensors    links to the target's shards, and to its tokenizer and settings
@@ -40,6 +40,8 @@ _SINGLE_LINK = (
 )
 _CONFIG = "config.json"
 _BLOB = re.compile("[0-9a-f]{64}")  # the Hub's cache calls a large file by its sha256
+# Scheme -> names under which quantization_config lists what it leaves alone; the last is taken where none is there.
+_LISTS = {"fp8": ("ignored_layers", "modules_to_not_convert"), "compressed-tensors": ("ignore",)}
 _NEVER_LINKED = (".git", ".gitattributes", ".cache", "README.md")
 
 
@@ -132,13 +134,18 @@ def target_config(folder: Path) -> dict[str, Any]:
     return {name: value for name, value in read_json(folder / _CONFIG).items() if name != "spectrain"}
 
 
+def lists_unquantised(config: Mapping[str, Any]) -> bool:
+    """Whether a target is quantised by a scheme that lists what it leaves alone."""
+    return str((config.get("quantization_config") or {}).get("quant_method")) in _LISTS
+
+
 def leave_unquantised(config: dict[str, Any], modules: Iterable[str], where: str) -> dict[str, Any]:
     """A target's configuration with ``modules`` among those that its quantisation leaves alone. InputError for a
     scheme whose list of them is not known.
     """
     fields = config.get("quantization_config") or {}
     method = str(fields.get("quant_method"))
-    lists = {"fp8": ("ignored_layers", "modules_to_not_convert"), "compressed-tensors": ("ignore",)}.get(method)
+    lists = _LISTS.get(method)
     if lists is None:
         raise InputError(
             f"the multi-token-prediction head in {where} is quantised by {method}: how a tuned head is left "

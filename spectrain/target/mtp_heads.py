@@ -28,10 +28,10 @@ class MtpHead:
     ``reads_normed``: step 0 reads the target's last hidden state behind its final norm, else before it;
     ``embedding_first``: the projection reads [embedding; hidden state], else the other way round. ``feeds_normed``: the
     next step reads the normed output. ``zero_first``: the embedding at position 0 counts as zero. ``attention``: plain,
-    gated (q_proj makes a gate for its heads, too) or latent (MLA). ``own_modules``: no other module of vLLM carries the
-    names of this head's, so that it alone can be left unquantised. ``selects``: field of config.json with the number of
-    keys that its attention reads, chosen by an indexer of its own; up to so many tokens these are all of them, which is
-    what is computed here, and the indexer stays as it is.
+    gated (q_proj makes a gate for its heads, too) or latent (MLA). ``served_prefix``: as ``prefix``, of vLLM's modules
+    where those are called otherwise; by these names they can be left unquantised. ``selects``: field of config.json
+    with the number of keys that its attention reads, chosen by an indexer of its own; up to so many tokens these are
+    all of them, which is what is computed here, and the indexer stays as it is.
     """
 
     prefix: str
@@ -48,8 +48,14 @@ class MtpHead:
     attention: str = "plain"
     qk_norm: bool = False  # always; else where config.json says so
     attention_bias: bool = False  # of q, k and v, always; else where config.json says so
-    own_modules: bool = True
+    served_prefix: str = ""
     selects: str = ""
+
+    def served_name(self, name: str, num_layers: int) -> str:
+        """What vLLM calls a module of the checkpoint."""
+        start = self.start(num_layers)
+        served = (self.served_prefix or self.prefix).format(N=num_layers)
+        return served + name.removeprefix(start)
 
     def stays(self, name: str) -> bool:
         """Whether a tensor of the layer is neither trained nor written: of an indexer."""
@@ -99,7 +105,7 @@ _MIMO = MtpHead(
     reads_normed=False,  # vLLM's MiMo gives its head what its layers give, and norms for its own logits alone
     embedding_first=False,
     attention_bias=True,
-    own_modules=False,
+    served_prefix="model.layers.{N}.",
 )
 
 # Keyed by the language model's model_type, as ``families.FAMILIES``, or by the architecture where that says more.

