@@ -107,4 +107,18 @@ MUTATIONS = (
         "",
         (SPARSE,),
     ),
+    Mutation(
+        "mtp: MiMo's modules are listed by the names they are stored under",
+        "spectrain/target/mtp_heads.py",
+        '    served_prefix="model.layers.{N}.",\n',
+        "",
+        (FOLDER,),
+    ),
+    Mutation(
+        "mtp: a head of 16 bits is not listed as unquantised",
+        HERE + "mtp.py",
+        "if stale or lists_unquantised(whole_config):",
+        "if stale:",
+        (FOLDER,),
+    ),
 )
