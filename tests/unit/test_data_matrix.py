@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 from test_sweep_advice import record
 
+from spectrain.console import SafeConsole
 from spectrain.errors import InputError
 from spectrain.evaluation.data_matrix import data_matrices
 from spectrain.evaluation.prompt_figures import PromptFigures
 from spectrain.evaluation.records import EvaluationRecord
-from spectrain.evaluation.report.matrix_report import markdown, position_drawings
+from spectrain.evaluation.report.matrix_report import markdown, position_drawings, terminal_table
 
 
 def measured(suite: str, accepted: list[int], **changes: object) -> EvaluationRecord:
@@ -42,6 +43,17 @@ def test_the_best_of_a_column_and_what_is_level_with_it():
         f"| b | {cells['b'].tau:.2f} |",
         f"| c | {cells['c'].tau:.2f} ≈ |",
     ]
+
+
+def test_six_suites_fit_a_terminal_of_eighty_columns():
+    interval = (1.11, 1.33)
+    names = ["alpaca", "gsm8k", "humaneval", "mt_bench", "support", "varied"]
+    cells = [measured(name, [5, 6, 4], acceptance_length_interval=interval) for name in names]
+    (matrix,) = data_matrices({"support": cells, "mixed": cells})
+    console = SafeConsole(width=80)
+    with console.capture() as captured:
+        console.print(terminal_table(matrix))
+    assert captured.get().count("1.11–1.33") == 12 and all(f" {name} " in captured.get() for name in names)
 
 
 def test_a_column_is_of_the_same_prompts_under_the_same_conditions():

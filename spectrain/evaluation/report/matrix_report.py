@@ -38,7 +38,8 @@ def conditions_line(matrix: DataMatrix) -> str:
 
 
 def terminal_table(matrix: DataMatrix) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=conditions_line(matrix), title_justify="left")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.title, table.title_justify = conditions_line(matrix), "left"
     table.caption, table.caption_justify = _CAPTION, "left"
     table.add_column("run", overflow="fold")
     for suite in matrix.suites:
@@ -46,7 +47,7 @@ def terminal_table(matrix: DataMatrix) -> Table:
     for run in matrix.runs:
         cells = [matrix.cells[run].get(suite) for suite in matrix.suites]
         table.add_row(
-            run, *(Text(_cell(cell), style="bold" if cell is not None and cell.best else "") for cell in cells)
+            run, *(Text(_cell(cell, "\n{}"), style="bold" if cell is not None and cell.best else "") for cell in cells)
         )
     return table
 
@@ -63,11 +64,12 @@ def markdown(matrix: DataMatrix) -> str:
     return "\n".join([conditions_line(matrix), "", *lines, "", _CAPTION + ".", ""])
 
 
-def _cell(cell: MatrixCell | None) -> str:
+def _cell(cell: MatrixCell | None, interval_as: str = " ({})") -> str:
+    """tau, whether it is level with the best, and its interval."""
     if cell is None:
         return MISSING
-    interval = f" ({interval_text(cell.interval)})" if cell.interval else ""
-    return f"{number(cell.tau)}{interval}{' ≈' if cell.level else ''}"
+    interval = interval_as.format(interval_text(cell.interval)) if cell.interval else ""
+    return f"{number(cell.tau)}{' ≈' if cell.level else ''}{interval}"
 
 
 def drawing(matrix: DataMatrix, name: str = NAME) -> Drawing:

@@ -38,6 +38,7 @@ PAPER = {INK: "#171a1d", MUTED: "#5c656e", RULE: "#e2e5e8", ACCENT: "#08775a", P
 _MARKS = ("o", "s", "^", "D", "v", "P", "X", "*")
 _DASHES = ("-", "--", ":", "-.")
 _HATCHES = ("", "///", "...")
+_MOST_LETTERS = 46  # of a row of labels, each given as much room as the longest
 _LABEL_POINTS = 11.0  # from one name to the next
 
 
@@ -105,7 +106,8 @@ def heatmap_figure(
 ) -> Figure:
     """Cells by row and column: the more of the accent colour, the greater, and the figure in the cell."""
     two_lines = any(cell is not None and cell.below for _, cells in rows for cell in cells)
-    figure, axes = canvas(height_in=0.55 + (0.46 if two_lines else 0.32) * len(rows))
+    slanted = len(columns) * max(map(len, columns)) > _MOST_LETTERS
+    figure, axes = canvas(height_in=(0.8 if slanted else 0.55) + (0.46 if two_lines else 0.32) * len(rows))
     for y, (_, cells) in enumerate(rows):
         for x, cell in enumerate(cells):
             if cell is None:
@@ -117,7 +119,7 @@ def heatmap_figure(
             axes.text(x, y + 0.24, cell.below, ha="center", va="center", fontsize=6.5)
     axes.set_xlim(-0.6, len(columns) - 0.4)
     axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.set_xticks(range(len(columns)), columns)
+    axes.set_xticks(range(len(columns)), columns, rotation=25 if slanted else 0, ha="right" if slanted else "center")
     axes.set_yticks(range(len(rows)), [label for label, _ in rows])
     for label in axes.get_yticklabels():
         label.set_color(INK)
