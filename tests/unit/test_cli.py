@@ -291,3 +291,8 @@ def test_a_process_knows_from_its_environment_how_many_ranks_were_launched(monke
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert launching.launched() == ranks
+
+
+@pytest.mark.parametrize(("swept", "shares"), [("strategy", True), ("trainer.learning_rate", True), ("target", False)])
+def test_jobs_that_differ_in_training_alone_share_their_data(swept, shares):
+    assert cli._share_data([swept], COMMANDS["fit"]) is shares
