@@ -105,7 +105,8 @@ def test_a_quantised_heads_indexer_stays_quantised(target: MtpTarget, tmp_path: 
 def test_it_is_tuned_measured_and_written_from_the_command_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder, run = taught_target("deepseek_v32", tmp_path / "target", index_topk=128), tmp_path / "run"
+    run, folder = tmp_path / "run", tmp_path / "target"
+    taught_target("deepseek_v32", folder, steps=60, index_topk=128, num_hidden_layers=2)
     for name, numbers in (("train", range(40, 52)), ("heldout", range(60, 62))):
         lines = [json.dumps({"turns": [f"Tell me about number {number}."]}) for number in numbers]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
@@ -123,8 +124,8 @@ def test_it_is_tuned_measured_and_written_from_the_command_line(
     assert tuned["acceptance_length"] > 1.2 > untuned["acceptance_length"]
     assert tuned["simulated_acceptance_length"] == pytest.approx(tuned["acceptance_length"], abs=5e-4)
     own, written = load_file(folder / "model.safetensors"), load_file(run / "drafter" / TUNED_HEAD)
-    assert {*written} == {name for name in own if name.startswith("model.layers.4.") and KEPT not in name}
-    assert not torch.equal(written["model.layers.4.eh_proj.weight"], own["model.layers.4.eh_proj.weight"])
+    assert {*written} == {name for name in own if name.startswith("model.layers.2.") and KEPT not in name}
+    assert not torch.equal(written["model.layers.2.eh_proj.weight"], own["model.layers.2.eh_proj.weight"])
     capsys.readouterr()
     assert cli.main(["serve", f"run.dir={run}", "--print"]) == 0
     assert '{"method": "mtp", "num_speculative_tokens": 3}' in capsys.readouterr().out

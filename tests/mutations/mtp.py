@@ -68,8 +68,8 @@ MUTATIONS = (
     Mutation(
         "overlay: scales of the head that was quantised stay",
         HERE + "mtp.py",
-        "if name.startswith(start) and SCALES.search(name))",
-        "if name.startswith(start) and False)",
+        "if name.startswith(start) and SCALES.search(name) and",
+        "if name.startswith(start) and False and",
         (FOLDER,),
     ),
     Mutation(
