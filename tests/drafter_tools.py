@@ -310,6 +310,9 @@ class MemoryStore:
     def __getitem__(self, index: int) -> TargetStates:
         return self.documents[index]
 
+    def as_stored(self, index: int) -> TargetStates:
+        return self[index]
+
 
 def as_dtype(states: TargetStates, dtype: torch.dtype) -> TargetStates:
     normalizer = None if states.log_normalizer is None else states.log_normalizer.to(dtype)
