@@ -333,9 +333,12 @@ class StoredHiddenStates:
         for shard in self.shards:
             shard.verify(on_bytes)
 
-    def shards_of(self, documents: Sequence[int]) -> list[ShardFile]:
+    def shards_of(self, documents: Sequence[int] | npt.NDArray[np.int64]) -> list[ShardFile]:
         """The shards that these documents lie in, by number."""
-        return [self.shards[number] for number in np.unique(self.documents.shards[list(documents)]).tolist()]
+        return [
+            self.shards[number]
+            for number in np.unique(self.documents.shards[np.asarray(documents, dtype=np.int64)]).tolist()
+        ]
 
     def indices(self, split: str) -> list[int]:
         """Numbers of the documents of one split."""

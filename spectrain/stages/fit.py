@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -139,7 +139,7 @@ def _recorded(context: Context, decision: Decision) -> Iterator[dict[str, Any]]:
         yield outputs
 
 
-def _train(context: Context, store: HiddenStateSource, train: list[int], heldout: list[int]) -> dict[str, Any]:
+def _train(context: Context, store: HiddenStateSource, train: Sequence[int], heldout: Sequence[int]) -> dict[str, Any]:
     from spectrain.drafters.build import build_drafter, continue_drafter
     from spectrain.training.checkpointing import newest_checkpoint
     from spectrain.training.trainer import FitPaths, Trainer
@@ -165,7 +165,7 @@ def _train(context: Context, store: HiddenStateSource, train: list[int], heldout
         f"fit: {len(train)} documents, draft vocabulary of {len(vocab.ids_D):,} covers {coverage:.2%} of the held-out "
         f"generated tokens"
     )
-    lost = truncated_tokens(store.lengths[train], config.trainer.packed_length)
+    lost = truncated_tokens(store.lengths[np.asarray(train)], config.trainer.packed_length)
     if lost:
         say(
             f"fit: note: {lost:,} tokens lie beyond the first trainer.packed_length of their document and are not "
@@ -205,7 +205,7 @@ def _needed(context: Context) -> dict[str, Any]:
 
 
 def _draft_vocab(
-    context: Context, store: HiddenStateSource, train: list[int], counts: CorpusCounts, head: TargetHead
+    context: Context, store: HiddenStateSource, train: Sequence[int], counts: CorpusCounts, head: TargetHead
 ) -> DraftVocab:
     size = context.config.drafter.draft_vocab_size
     expected_V = None if size in (None, head.vocab_size) else _expected_tokens(store, train, counts, head)
@@ -214,7 +214,7 @@ def _draft_vocab(
 
 @torch.no_grad()
 def _expected_tokens(
-    store: HiddenStateSource, numbers: list[int], counts: CorpusCounts, head: TargetHead
+    store: HiddenStateSource, numbers: Sequence[int], counts: CorpusCounts, head: TargetHead
 ) -> np.ndarray:
     """How often the target expected each token at the positions where it generated one, float64 [V]: its distribution
     summed over a sample of them.
@@ -226,6 +226,6 @@ def _expected_tokens(
     return (expected_V * (counts.generated_V.sum() / max(len(hidden_PH), 1))).numpy()
 
 
-def _coverage(store: HiddenStateSource, numbers: list[int], vocab: DraftVocab) -> float:
+def _coverage(store: HiddenStateSource, numbers: Sequence[int], vocab: DraftVocab) -> float:
     """Share of held-out generated tokens that the drafter can draft at all."""
     return covered(count_tokens(store, numbers, vocab.target_size).generated_V, vocab.ids_D.numpy())

@@ -99,8 +99,8 @@ class Trainer:
         self.eos_ids = eos_ids
         self.folder_metadata = folder_metadata
         options = config.trainer
-        self.train = list(train)
-        self.heldout = list(heldout)[: options.eval_documents]
+        self.train = train
+        self.heldout = list(heldout[: options.eval_documents])
         self.all_heldout = list(heldout)
         if not self.train:
             raise RunError(
@@ -133,7 +133,7 @@ class Trainer:
         self.writer = CheckpointWriter(paths.checkpoints, options.keep_checkpoints)
 
     def _sampler(self, start: Position) -> StepSampler:
-        lengths = np.asarray(self.source.lengths)[self.train]
+        lengths = np.asarray(self.source.lengths)[np.asarray(self.train)]
         rank, count = self.accelerator.process_index, self.accelerator.num_processes
         return StepSampler(lengths, self.config.trainer, rank, count, start)
 
