@@ -7,16 +7,20 @@ question: what is measured is what the loader does, from the memory map to a pac
 trainer's process. A step is a sleep: the batch is copied at 4 GB/s (a slow host; PCIe 4 does six times as much), then
 EAGLE-3 on a target of Qwen3-8B's size is trained on it at the operations that ``plan`` counts and 40 % of the device's
 peak. "none" computes nothing, so all that a step does is to copy. What is stored in 8 bits is copied in half the bytes.
-Waiting is counted as in ``data_wait_share`` of metrics.jsonl, from the first batch on that was not made before.
+Waiting is counted as in ``data_wait_share`` of metrics.jsonl, from the first batch on that was not made before. Beside
+it stands what a batch takes of a processor, in the trainer's process and in its workers: on a machine whose cores are
+busy with other things that figure tells more, as workers wait for nobody else but for a core.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
 import time
 from collections.abc import Iterator
 from itertools import count
+from multiprocessing import active_children
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -104,8 +108,21 @@ def requests(store: StoredHiddenStates, batches: int) -> Iterator[BatchRequest]:
                     return
 
 
-def waiting(store: StoredHiddenStates, workers: int, compute: float, batches: int) -> tuple[float, float, float]:
-    """(share of all steps, milliseconds of a step itself, GB of batches that are trained on a second)."""
+def processor_s() -> tuple[float, float]:
+    """Seconds of this process, and of those that it has started and that still run."""
+    workers = 0.0
+    for child in active_children():
+        fields = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
+        workers += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return time.process_time(), workers
+
+
+def waiting(
+    store: StoredHiddenStates, workers: int, compute: float, batches: int
+) -> tuple[float, float, float, float, float]:
+    """(share of all steps, GB of batches trained on a second; milliseconds of a step itself, and what a batch takes of
+    the trainer's processor and of its workers').
+    """
     ahead = 1 + workers * PREFETCH  # made before the first step, so they do not count
     moved = 0.0
 
@@ -120,10 +137,11 @@ def waiting(store: StoredHiddenStates, workers: int, compute: float, batches: in
     with BatchLoader(store, requests(store, batches + ahead), torch.device("cpu"), workers, PREFETCH) as loader:
         for _ in range(ahead):
             step()
-        waited, moved, started = loader.waited_s, 0.0, time.perf_counter()
+        waited, moved, started, before = loader.waited_s, 0.0, time.perf_counter(), processor_s()
         working = sum(step() for _ in range(batches))
         took = time.perf_counter() - started
-        return (loader.waited_s - waited) / took, working / batches * 1e3, moved / took / 1e9
+        own, theirs = ((after - since) / batches * 1e3 for after, since in zip(processor_s(), before, strict=True))
+        return (loader.waited_s - waited) / took, moved / took / 1e9, working / batches * 1e3, own, theirs
 
 
 def main() -> None:
@@ -133,15 +151,18 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=48, help="of each measurement")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    print("| stored as | device | a step, ms | workers | waiting | trained on, GB/s |\n|---|---|---|---|---|---|")
+    print("| stored as | device | a step, ms | workers | waiting | trained on, GB/s | a batch: own ms | workers' ms |")
+    print("|---|" + "---|" * 7)
     for dtype in ("bfloat16", "int8"):
         with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
             store = write_store(Path(folder), dtype, arguments.mib << 20)
             waiting(store, 0, 0.0, 8)  # into memory
             for device in ("h100", "mi300x", "none"):
                 for workers in (0, 2):
-                    share, step_ms, speed = waiting(store, workers, seconds_per_token(device), arguments.batches)
-                    print(f"| {dtype} | {device} | {step_ms:.0f} | {workers} | {share:.1%} | {speed:.2f} |", flush=True)
+                    share, speed, *ms = waiting(store, workers, seconds_per_token(device), arguments.batches)
+                    step_ms, own_ms, worker_ms = (f"{each:.1f}" for each in ms)
+                    line = (dtype, device, step_ms, workers, f"{share:.1%}", f"{speed:.2f}", own_ms, worker_ms)
+                    print("| " + " | ".join(map(str, line)) + " |", flush=True)
 
 
 if __name__ == "__main__":
