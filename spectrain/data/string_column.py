@@ -148,19 +148,21 @@ def _places(digests: _Digests, wanted: _Digests) -> npt.NDArray[np.int64]:
     first 8 bytes are sorted and searched for, which are a number drawn at random already.
     """
     places_M = np.full(len(wanted), -1, dtype=np.int64)
-    first_N = _word(digests, 0)
-    order_N = np.argsort(first_N, kind="stable")
-    first_N = first_N[order_N]
+    first_N, first_M = _word(digests, 0), _word(wanted, 0)
+    order_N, order_M = (np.argsort(first, kind="stable") for first in (first_N, first_M))
+    first_N = np.append(first_N[order_N], np.uint64(0))  # a last one, so that there is always one to look at
     for begin in range(0, len(wanted), _CHUNK):
-        part = wanted[begin : begin + _CHUNK]
-        first_P = _word(part, 0)
-        at_P, end_P = (np.searchsorted(first_N, first_P, side) for side in ("left", "right"))
-        open_P = np.flatnonzero(at_P < end_P)
-        while len(open_P):  # once, but where different ones begin alike
+        part_P = order_M[begin : begin + _CHUNK]  # in ascending order, which is found in a quarter of the time
+        first_P, part = first_M[part_P], wanted[part_P]
+        at_P = np.searchsorted(first_N[:-1], first_P)
+        open_P = np.arange(len(part_P))
+        while True:  # once, but where different ones begin alike
+            open_P = open_P[(at_P[open_P] < len(digests)) & (first_N[at_P[open_P]] == first_P[open_P])]
+            if not len(open_P):
+                break
             found_P = order_N[at_P[open_P]]
             same_P = (digests[found_P] == part[open_P]).all(axis=1)
-            places_M[begin + open_P[same_P]] = found_P[same_P]
-            at_P[open_P] += 1
+            places_M[part_P[open_P[same_P]]] = found_P[same_P]
             open_P = open_P[~same_P]
-            open_P = open_P[at_P[open_P] < end_P[open_P]]
+            at_P[open_P] += 1
     return places_M
