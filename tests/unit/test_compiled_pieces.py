@@ -73,7 +73,8 @@ def test_the_same_forward_and_backward_by_few_graphs(
 def test_a_training_comes_to_the_same_weights(
     tmp_path: Path, options: Options, compiler: CompileCounterWithBackend
 ) -> None:
-    store = write_store(tmp_path / "hidden_states", random_documents(options), options.taps)
+    documents = random_documents(options, random_drafter(options).head)
+    store = write_store(tmp_path / "hidden_states", documents, options.taps)
     trained = []
     for on, again in ((False, False), (True, False), (True, True)):
         before = compiler.frame_count

@@ -23,7 +23,7 @@ _mixed = st.lists(st.one_of(_hexadecimal, st.builds("{}-2".format, _hexadecimal)
 columns = st.one_of(texts, _digests, _mixed)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(columns, columns)
 def test_strings_are_a_list(some: list[str], wanted: list[str]) -> None:
     strings = Strings(some)
