@@ -63,6 +63,7 @@ class Options:
     steps: int = 3
     step_decay: float = 0.8
     attention: str = "auto"
+    window: int | None = None
     mask_token: int | None = None  # P-EAGLE: the token of its mask slots
     loss: LossConfig = field(default_factory=LossConfig)
 
@@ -106,9 +107,12 @@ VARIANTS = [
         reduced=True,
     ),
     Options(taps=(3,), norm_before_residual=True, norm_output=True, fc_norm=True, steps=5),
+    Options(num_layers=2, window=3, reduced=True),
+    Options(layer_type="qwen3", window=2, steps=4, norm_output=True),  # steps beyond it see keys of their own alone
     Options(mask_token=5),
     Options(mask_token=22, num_layers=2, layer_type="qwen3", taps=(0, 4), reduced=True, norm_before_fc=True, steps=4),
     Options(mask_token=0, num_layers=2, norm_before_residual=True, family="gemma2"),
+    Options(mask_token=5, num_layers=2, window=3),
 ]
 
 
@@ -153,7 +157,7 @@ def shape_of(options: Options, layer: LayerShape, target_vocab_size: int, draft_
     """The shape of EAGLE-3, or with a mask token of P-EAGLE."""
     names = ("num_layers", "taps", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     fields = {"layer": layer, "target_vocab_size": target_vocab_size, "draft_vocab_size": draft_vocab_size}
-    fields |= {name: getattr(options, name) for name in names}
+    fields |= {name: getattr(options, name) for name in names} | {"sliding_window": options.window}
     if options.mask_token is None:
         return Eagle3Shape(**fields)
     return PEagleShape(**fields, mask_token_id=options.mask_token)
@@ -224,6 +228,7 @@ def reference_of(drafter: Eagle3) -> Eagle3Reference:
         norm_before_fc=shape.norm_before_fc,
         fc_norm=shape.fc_norm,
         norm_output=shape.norm_output,
+        window=shape.sliding_window,
         mask_token=getattr(shape, "mask_token_id", None),
     )
 
@@ -309,6 +314,9 @@ class MemoryStore:
 
     def __getitem__(self, index: int) -> TargetStates:
         return self.documents[index]
+
+    def as_stored(self, index: int) -> TargetStates:
+        return self[index]
 
 
 def as_dtype(states: TargetStates, dtype: torch.dtype) -> TargetStates:

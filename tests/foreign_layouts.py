@@ -108,6 +108,8 @@ def eagle3(drafter: Drafter) -> Written:
         for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
         if getattr(shape, name)
     }
+    if shape.sliding_window is not None:
+        config |= {"layer_types": ["sliding_attention"] * shape.num_layers, "sliding_window": shape.sliding_window}
     return config, {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors_of_body(drafter).items()}
 
 

@@ -16,23 +16,23 @@ class Breaking(StoredHiddenStates):
 
     error: Exception = RuntimeError()
 
-    def __getitem__(self, index: int) -> TargetStates:
+    def as_stored(self, index: int) -> TargetStates:
         if index == BROKEN:
             raise self.error
-        return super().__getitem__(index)
+        return super().as_stored(index)
 
 
 class Dying(StoredHiddenStates):
     """Kills the process that reads a certain document."""
 
-    def __getitem__(self, index: int) -> TargetStates:
+    def as_stored(self, index: int) -> TargetStates:
         if index == BROKEN:
             os.kill(os.getpid(), signal.SIGKILL)
-        return super().__getitem__(index)
+        return super().as_stored(index)
 
 
 class Listing(StoredHiddenStates):
     """Its error names all that the process which reads it has imported."""
 
-    def __getitem__(self, index: int) -> TargetStates:
+    def as_stored(self, index: int) -> TargetStates:
         raise RuntimeError(" ".join(sys.modules))

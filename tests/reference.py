@@ -73,6 +73,7 @@ class Eagle3Reference:
     norm_before_fc: bool
     fc_norm: bool
     norm_output: bool
+    window: int | None = None  # positions that a column sees, its own included
     mask_token: int | None = None  # P-EAGLE: what a draft takes in behind its first column, with ``mask_hidden``
 
     def norm(self, name: str, x: Tensor) -> Tensor:
@@ -137,9 +138,10 @@ class Eagle3Reference:
         result = []
         for position, q in enumerate(queries):
             heads = []
+            seen = slice(0 if self.window is None else max(0, position + 1 - self.window), position + 1)
             for n in range(self.num_heads):
-                seen_k = torch.stack([k[n // share] for k in keys[: position + 1]])
-                seen_v = torch.stack([v[n // share] for v in values[: position + 1]])
+                seen_k = torch.stack([k[n // share] for k in keys[seen]])
+                seen_v = torch.stack([v[n // share] for v in values[seen]])
                 heads.append(torch.softmax(seen_k @ q[n] / math.sqrt(self.head_dim), 0) @ seen_v)
             result.append(torch.cat(heads))
         return result

@@ -52,6 +52,12 @@ class AutoregressiveConfig(Section, name="drafter.autoregressive"):
     step_decay: float = key(0.8, "weight of step k in the loss is step_decay ** k", above=0, at_most=1)
 
 
+def _window() -> int | None:
+    return key(
+        None, "tokens that a column sees, its own included, in all layers; null: all", at_least=1, at_most=1 << 24
+    )
+
+
 @dataclass(frozen=True)
 class Eagle3Config(Section, name="drafter.eagle3"):
     """What only EAGLE-3 has."""
@@ -60,6 +66,7 @@ class Eagle3Config(Section, name="drafter.eagle3"):
     norm_before_fc: bool = key(False, "one norm over the concatenated taps, before fc")
     fc_norm: bool = key(False, "one norm per tap, before fc")
     norm_output: bool = key(False, "the next step is fed the normed output instead of the residual stream")
+    sliding_window: int | None = _window()
 
 
 @dataclass(frozen=True)
@@ -74,6 +81,7 @@ class PEagleConfig(Section, name="drafter.peagle"):
     )
     norm_before_residual: bool = key(False, "the residual stream starts from the normed feature")
     norm_before_fc: bool = key(False, "one norm over the concatenated taps, before fc")
+    sliding_window: int | None = _window()
 
 
 @dataclass(frozen=True)

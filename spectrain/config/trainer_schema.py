@@ -37,6 +37,11 @@ class TrainerConfig(Section, name="trainer"):
         False,
         "the backward pass runs each decoder layer again instead of keeping what is inside: less memory, slower",
     )
+    compile: bool = key(
+        False,
+        "norms, rotary phases and SwiGLU become compiled kernels in training (torch.compile, which needs a compiler: "
+        "Triton's on a GPU, C++ on a CPU); the same within rounding, some minutes at the first steps",
+    )
     packed_length: int = key(
         2048, "tokens of a packed sequence, which holds whole documents", at_least=1, at_most=1 << 24
     )

@@ -29,7 +29,7 @@ class Asked:
     def of(cls, train: Iterable[str], heldout: Iterable[str]) -> Asked:
         """Of the keys of both splits; one that is in both is held out, in its first place."""
         trained, kept = Strings(train), Strings(heldout)
-        keys = Strings.joined([trained.array, kept.array])
+        keys = Strings.joined([trained, kept])
         heldout_D = np.arange(len(keys)) >= len(trained)
         first_D = keys.places_of(keys)
         if len(np.unique(first_D)) < len(keys):

@@ -104,6 +104,10 @@ class ComputedHiddenStates:
         kept = self._keep.get(response)
         return self._asked(response) if kept is None else kept
 
+    def as_stored(self, index: int) -> TargetStates:
+        """``source[index]``: what was computed just now is in its own type."""
+        return self[index]
+
     def tokens(self, index: int) -> tuple[Tensor, Tensor]:
         """Ids and loss mask of a document [S], for which nothing is computed."""
         response = self._responses[index]

@@ -9,6 +9,7 @@ Legend: D documents, T tokens of a block, V the target's vocabulary, P positions
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -101,10 +102,10 @@ class CorpusCounts:
         """How often each token occurs."""
         return self.generated_V + self.shown_V
 
-    def of_teaching(self, documents: Sequence[int]) -> tuple[list[int], CorpusCounts]:
+    def of_teaching(self, documents: Sequence[int]) -> tuple[Sequence[int], CorpusCounts]:
         """Those of the documents that teach, and their counts."""
         numbers_D = np.asarray(documents, dtype=np.int64)[self.teaches_D]
-        return numbers_D.tolist(), replace(
+        return array("q", numbers_D.tobytes()), replace(
             self, teaches_D=self.teaches_D[self.teaches_D], predicting_D=self.predicting_D[self.teaches_D]
         )
 

@@ -54,10 +54,9 @@ class HiddenStateSource(Protocol):
     before any is read. Stored, computed on the way or cached: it makes no difference here.
 
     A document keeps its number, its length and its content as long as the source lives, so that a resumed training goes
-    on where it was. ``source[number]`` may be called in any order, more than once, and from several processes: a source
-    can be pickled, and its copies are independent (open files and connections stay behind and are opened anew). It
-    lives on the CPU; the trainer moves what it needs. Any exception from ``source[number]`` ends the training, with the
-    document's key.
+    on where it was. Documents may be read in any order, more than once, and from several processes: a source can be
+    pickled, and its copies are independent (open files and connections stay behind and are opened anew). It lives on
+    the CPU; the trainer moves what it needs. Any exception from reading a document ends the training, with its key.
     """
 
     @property
@@ -71,6 +70,10 @@ class HiddenStateSource(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> TargetStates: ...
+
+    def as_stored(self, index: int) -> TargetStates:
+        """As ``source[index]``, but what lies there in 8 bits may come as it lies, with its scales."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -330,9 +333,12 @@ class StoredHiddenStates:
         for shard in self.shards:
             shard.verify(on_bytes)
 
-    def shards_of(self, documents: Sequence[int]) -> list[ShardFile]:
+    def shards_of(self, documents: Sequence[int] | npt.NDArray[np.int64]) -> list[ShardFile]:
         """The shards that these documents lie in, by number."""
-        return [self.shards[number] for number in np.unique(self.documents.shards[list(documents)]).tolist()]
+        return [
+            self.shards[number]
+            for number in np.unique(self.documents.shards[np.asarray(documents, dtype=np.int64)]).tolist()
+        ]
 
     def indices(self, split: str) -> list[int]:
         """Numbers of the documents of one split."""

@@ -73,7 +73,7 @@ class HiddenStatesWriter:
 
     def done_column(self) -> Strings:
         """As ``done_keys``, in one block of memory."""
-        return Strings.joined([self._stored.array, Strings(self._added).array]) if self._added else self._stored
+        return Strings.joined([self._stored, Strings(self._added)]) if self._added else self._stored
 
     def add(self, states: TargetStates) -> None:
         """Copy one document into the shard being gathered, and write the shard when it is full.

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from spectrain.data.hidden_states import HiddenStateSource, StoredHiddenStates
+from spectrain.data.hidden_states import HiddenStateSource
 from spectrain.data.packing import Draw, PackedBatch, pack_batch
 from spectrain.errors import RunError
 
@@ -58,12 +58,9 @@ class _Batches(Dataset[PackedBatch | _Failure]):
 
     def __getitem__(self, request: BatchRequest) -> PackedBatch | _Failure:
         documents = []
-        source = self._source
-        # 8 bits travel as they are; whoever reads otherwise, as a class of its own may, gives what it gives.
-        read = source.as_stored if type(source) is StoredHiddenStates else source.__getitem__
         for number in request.documents:
             try:
-                documents.append(read(number))
+                documents.append(self._source.as_stored(number))  # 8 bits travel as they are
             except Exception as error:  # whatever a source raises: the trainer must hear of it, with the document
                 key, what = self._source.keys[number], str(error) or type(error).__name__
                 return _Failure(what if key in what else f"the hidden states of document {key} cannot be read: {what}")

@@ -15,6 +15,7 @@ import dataclasses
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, overload
 
 import numpy as np
@@ -26,6 +27,8 @@ from spectrain.data.hidden_states import TargetStates
 from spectrain.data.host_tokens import HostTokens
 from spectrain.data.state_types import dequantize
 from spectrain.data.target_states import decoded_kv
+
+_CHUNK = 1 << 14  # documents that are Python's numbers at a time
 
 
 @dataclass(frozen=True)
@@ -187,6 +190,7 @@ def pack_rows(lengths: Sequence[int] | np.ndarray, packed_length: int, seed: int
     # A little noise on the length mixes which documents meet from epoch to epoch, at no visible cost in fill.
     noisy = clipped[shuffled] * rng.uniform(0.9, 1.1, size=len(shuffled))
     documents_D = shuffled[np.argsort(-noisy, kind="stable")]
+    del shuffled, noisy
     row_of_D, rows = _best_fit(clipped[documents_D], packed_length)
     return PackedRows(documents_D, row_of_D, rng.permutation(rows))
 
@@ -201,7 +205,8 @@ def _best_fit(needs_D: np.ndarray, packed_length: int) -> tuple[npt.NDArray[np.i
     with_room: list[list[int]] = [[] for _ in range(packed_length + 1)]  # sequences of each room, as a heap
     rooms, rows = 0, 0
     row_of_D = np.empty(len(needs_D), dtype=np.int64)
-    for number, need in enumerate(needs_D.tolist()):
+    parts = (needs_D[first : first + _CHUNK].tolist() for first in range(0, len(needs_D), _CHUNK))
+    for number, need in enumerate(chain.from_iterable(parts)):
         enough = rooms >> need
         if enough:
             room = need + (enough & -enough).bit_length() - 1

@@ -56,19 +56,19 @@ class DamagedPartError(InputError):
     """A part is not what was written."""
 
 
-def keys_of(path: Path) -> pa.Array:
+def keys_of(path: Path) -> Strings:
     """Keys of the responses of a part, once a process: of one that has not changed since they are known."""
     state = FileState.of(path)
     return _known_keys(path, state) if state.settled else _read_keys(path)
 
 
 @lru_cache(maxsize=1 << 16)
-def _known_keys(path: Path, _: FileState) -> pa.Array:
+def _known_keys(path: Path, _: FileState) -> Strings:
     return _read_keys(path)
 
 
-def _read_keys(path: Path) -> pa.Array:
-    return Strings(read_part(path, ["key"])["key"]).array
+def _read_keys(path: Path) -> Strings:
+    return Strings(read_part(path, ["key"])["key"])
 
 
 _REMOVE_IT = "remove it and run generate again, which answers its prompts anew"

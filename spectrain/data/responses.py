@@ -205,7 +205,7 @@ class ResponseStore:
         each is in one of the two, or in both.
         """
         for path in other.parts():
-            keys, known = keys_of(path).to_pylist(), self.keys()
+            keys, known = list(keys_of(path)), self.keys()
             fresh = [key for key in keys if key not in known]
             if len(fresh) == len(keys):
                 check_guarded(self.folder)
@@ -219,7 +219,7 @@ class ResponseStore:
         """Keys of all stored responses. Raises InputError for a part that is damaged."""
         for path in self.parts():
             if path not in self._parts_read:
-                for key in keys_of(path).to_pylist():
+                for key in keys_of(path):
                     self._part_of_key.setdefault(key, path)
                 self._parts_read.add(path)
         return set(self._part_of_key)

@@ -18,8 +18,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-import pyarrow as pa
-
 from spectrain.data.hidden_states import INDEX_NAME, ShardFile, StoreIndex
 from spectrain.data.stored_documents import table_of
 from spectrain.data.string_column import Strings
@@ -36,11 +34,11 @@ def readable_shards(folder: Path) -> tuple[list[ShardFile], Strings, dict[str, s
     what is wrong. Reads no content. Raises InputError if the index is damaged.
     """
     index = StoreIndex.load(folder)
-    shards, keys, broken = list[ShardFile](), list[pa.Array](), dict[str, str]()
+    shards, keys, broken = list[ShardFile](), list[Strings](), dict[str, str]()
     for record in index.shards:
         try:
             shard = ShardFile(folder / record.file, record, index.meta)
-            keys.append(shard.listing().keys.array)
+            keys.append(shard.listing().keys)
             shards.append(shard)
         except InputError as error:
             broken[record.file] = str(error)

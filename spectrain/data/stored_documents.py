@@ -62,16 +62,24 @@ class DocumentTable:
     """All documents of a store, in the order of their keys."""
 
     def __init__(self, shards: Iterable[ShardListing]) -> None:
-        listed = list(shards)
-        keys, order = Strings.joined(shard.keys.array for shard in listed), np.empty(0, dtype=np.int64)
-        if len(keys):
-            order = keys.order()
-        self.keys = keys.take(order)
-        self.splits = Strings.joined(shard.splits.array for shard in listed).take(order)
-        self.lengths = _joined([np.diff(shard.offsets) for shard in listed])[order]
-        self.loss_counts = _joined([shard.loss_counts for shard in listed])[order]
-        self.shards = np.repeat(np.arange(len(listed)), [len(shard.keys) for shard in listed])[order]
-        self.starts = _joined([shard.offsets[:-1] for shard in listed])[order]
+        keys, splits, lengths, loss_counts, starts = (list[Any]() for _ in range(5))  # of each shard
+        for shard in shards:
+            keys.append(shard.keys)
+            splits.append(shard.splits)
+            lengths.append(np.diff(shard.offsets))
+            loss_counts.append(shard.loss_counts)
+            starts.append(shard.offsets[:-1])
+        counts = [len(own) for own in keys]
+        unordered = Strings.joined(keys)
+        del keys
+        order = unordered.order()
+        self.keys = unordered.take(order)
+        del unordered
+        self.splits = Strings.joined(splits).take(order)
+        self.lengths, self.loss_counts, self.starts = (
+            _joined(parts)[order] for parts in (lengths, loss_counts, starts)
+        )
+        self.shards = np.repeat(np.arange(len(counts)), counts)[order]
 
 
 class _Shard(Protocol):

@@ -29,10 +29,12 @@ from typing import Any
 from torch import Tensor
 
 from spectrain.drafters.field_checks import positive, whole
+from spectrain.drafters.layers import sliding_layers
 from spectrain.drafters.registry import all_methods, known_method
 from spectrain.errors import InputError
 from spectrain.target.folder_files import refuse_absurd_sizes
 
+_MIXED = "layer_types mixes sliding and full layers, this version reads all of one kind"
 _EAGLE_TAPS = "eagle_aux_hidden_state_layer_ids"
 _PLAIN_LAYER = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 # Fields that change the arithmetic, and the only values this package computes.
@@ -103,13 +105,29 @@ def flat_layer(layer: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def window_fields(config: dict[str, Any], layer: dict[str, Any], where: str) -> dict[str, Any]:
+    """What ``decoder_layer`` lacks where the layers of an EAGLE-3 configuration slide: Llama's only where it says so of
+    each.
+    """
+    if layer["model_type"] == "llama" and not config.get("layer_types"):
+        return {}
+    kinds, window = _layer_types(config, layer["num_hidden_layers"], where), config.get("sliding_window")
+    if kinds == {"full_attention"}:
+        return {}
+    if len(kinds) > 1:
+        raise InputError(f"{where}: {_MIXED}")
+    if not window:
+        raise InputError(f"{where}: its layers slide, but sliding_window does not say how far")
+    return sliding_layers(layer["num_hidden_layers"], window)
+
+
 def block_decoder_layer(config: dict[str, Any], nested: dict[str, Any], where: str) -> tuple[dict[str, Any], bool]:
     """(the layers' configuration with their kind of attention, whether a slot sees no later slots)."""
     layer = decoder_layer(config, "qwen3", where, None)
     kinds = _layer_types(config, layer["num_hidden_layers"], where)
     sliding = "sliding_attention" in kinds
     if sliding and "full_attention" in kinds:
-        raise InputError(f"{where}: layer_types mixes sliding and full layers, this version reads all of one kind")
+        raise InputError(f"{where}: {_MIXED}")
     sliding = sliding or bool(nested.get("use_swa"))
     window = nested.get("swa_window_size") or config.get("sliding_window")
     if sliding and not window:

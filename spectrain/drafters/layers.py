@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from spectrain.config.drafter_schema import DrafterConfig
 from spectrain.console import quiet_transformers
+from spectrain.drafters.compiled_pieces import gated, rms_norm, turned
 from spectrain.drafters.field_checks import positive, whole
 from spectrain.errors import ConfigError
 from spectrain.target.served_rope import settled
@@ -86,10 +86,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype) * self.weight.to(
-            x.dtype
-        )
+        return rms_norm(x, self.weight, self.eps)
 
 
 class Rotary:
@@ -145,9 +142,7 @@ class Rotary:
 
 def rotate(x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
     """Apply rotary phases to x [..., T, N, hd]; cos and sin are [..., T, hd]."""
-    cos, sin = (part.unsqueeze(-2).to(x.dtype) for part in cos_sin)
-    half = x.shape[-1] // 2
-    return x * cos + torch.cat([-x[..., half:], x[..., :half]], dim=-1) * sin
+    return turned(x, *cos_sin)
 
 
 class Projections(nn.Module):
@@ -217,7 +212,7 @@ class SwiGLU(nn.Module):
 
     def hidden(self, x: Tensor) -> Tensor:
         """The units [..., I] that ``down_proj`` reads."""
-        return F.silu(self.gate_proj(x)) * self.up_proj(x)
+        return gated(self.gate_proj(x), self.up_proj(x))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(self.hidden(x))
@@ -319,6 +314,24 @@ def to_layer_config(shape: Any) -> dict[str, Any]:
         "mlp_bias": False,
         "tie_word_embeddings": False,
     }
+
+
+def sliding_layers(num_layers: int, window: int | None) -> dict[str, Any]:
+    """Fields of a Hugging Face configuration whose layers see so many positions, their own included; None: all."""
+    kind = "full_attention" if window is None else "sliding_attention"
+    return {"layer_types": [kind] * num_layers, "use_sliding_window": window is not None, "sliding_window": window}
+
+
+def window_of(config: Mapping[str, Any]) -> int | None:
+    """The other way round. Raises ValueError where not all layers are of one kind, KeyError or ValueError where they
+    slide and nothing says how far.
+    """
+    kinds = config.get("layer_types") or ["full_attention"]
+    if kinds not in ([kind] * len(kinds) for kind in ("full_attention", "sliding_attention")):
+        raise ValueError(
+            f"layer_types is {kinds!r}, this version reads sliding_attention or full_attention in all layers"
+        )
+    return whole(config["sliding_window"], "sliding_window") if kinds[0] == "sliding_attention" else None
 
 
 def from_layer_config(config: dict[str, Any]) -> LayerShape:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -142,7 +143,7 @@ def _take_out_damaged(context: Context) -> tuple[bool, bool]:
     """(whether some were damaged, whether some were left to be compared later)."""
     run_dir, folder = context.data_dir, context.data_dir.hidden_states
     store, train, heldout = documents(context)
-    unknown = unverified(folder, store.shards_of([*train, *heldout]))
+    unknown = unverified(folder, store.shards_of(np.concatenate([train, heldout])))
     later = sum(shard.record.bytes for shard in unknown) > context.config.hidden_states.verify_at_start_bytes
     damaged = _damaged(folder, found_damaged(folder, unknown) if later else unknown)
     if not damaged:
@@ -162,7 +163,7 @@ def _damaged(folder: Path, unknown: Sequence[ShardFile]) -> dict[str, str]:
         return damaged_shards(folder, unknown, bar.advance)
 
 
-def documents(context: Context) -> tuple[StoredHiddenStates, list[int], list[int]]:
+def documents(context: Context) -> tuple[StoredHiddenStates, Sequence[int], Sequence[int]]:
     """The store and the numbers of its training and held-out documents that this run asks for, in the order of the
     prompt files.
 
@@ -176,7 +177,8 @@ def documents(context: Context) -> tuple[StoredHiddenStates, list[int], list[int
         raise InputError(
             f"{store.folder} lacks {int((numbers_D < 0).sum())} of {len(asked)} documents: run spectrain capture first"
         )
-    return store, numbers_D[~asked.heldout_D].tolist(), numbers_D[asked.heldout_D].tolist()
+    train, heldout = (array("q", numbers_D[own_D].tobytes()) for own_D in (~asked.heldout_D, asked.heldout_D))
+    return store, train, heldout
 
 
 def open_store(

@@ -5,10 +5,11 @@ the time that it is given; and what it will take, for ``plan``.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 
 from spectrain.console import ProgressBar, say
@@ -28,7 +29,7 @@ INIT_PACKED_LENGTH = 4096
 _SHARE = 0.6  # of what a large product reaches
 
 
-def init_closed_form(context: Context, drafter: Drafter, store: HiddenStateSource, train: list[int]) -> None:
+def init_closed_form(context: Context, drafter: Drafter, store: HiddenStateSource, train: Sequence[int]) -> None:
     """Solve for the drafter's initial weights on training documents. Every rank calls it; a kind that cannot share the
     work leaves it to the first one, whose weights the trainer gives the others.
     """
@@ -68,9 +69,9 @@ def _measured_flops_per_s(device: torch.device) -> float:
     return 2 * size**3 / best
 
 
-def _text(store: HiddenStateSource, train: list[int], peers: Peers, operations: float | None = None) -> SharedText:
+def _text(store: HiddenStateSource, train: Sequence[int], peers: Peers, operations: float | None = None) -> SharedText:
     """Of the training documents, in packed sequences of which this process has every n-th."""
-    every = pack_rows(store.lengths[train], INIT_PACKED_LENGTH, seed=0, epoch=0)
+    every = pack_rows(store.lengths[np.asarray(train)], INIT_PACKED_LENGTH, seed=0, epoch=0)
     own = range(peers.index, len(every), peers.count)
 
     def batches() -> Iterator[PackedBatch]:

@@ -48,7 +48,7 @@ def convert(config: SpectrainConfig, given: Sequence[str] = (), dry_run: bool = 
     say(f"convert: {out} holds the {done.method} drafter in layout {own.to}{several}{copies}")
     standard = standard_config(read_json(source / CONFIG), str(source / CONFIG))
     if own.to == "eagle" and not find_method(done.method).sglang_algorithm(standard):
-        say("note: EAGLE's layout, but vLLM alone computes this drafter: SGLang knows none with its switches or taps")
+        say("note: EAGLE's layout, but vLLM alone computes this drafter, not SGLang: its switches, window or taps")
     return done
 
 

@@ -136,6 +136,9 @@ class StatesInMemory:
     def __getitem__(self, index: int) -> TargetStates:
         return self._documents[index]
 
+    def as_stored(self, index: int) -> TargetStates:
+        return self[index]
+
 
 def _texts(
     store: HiddenStateSource,

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -41,7 +41,7 @@ _SAMPLE_BATCH = 256  # of these, positions whose logits are in memory together
 _NO_INPUTS = {
     *("trainer.log_every_steps", "trainer.keep_checkpoints", "trainer.checkpoint_every_steps"),
     *("trainer.loader_workers", "trainer.prefetch_batches"),
-    *("trainer.devices", "trainer.strategy", "trainer.gradient_checkpointing"),
+    *("trainer.devices", "trainer.strategy", "trainer.gradient_checkpointing", "trainer.compile"),
     *("decoding.draft_policy", "decoding.threshold"),
 }
 
@@ -85,6 +85,9 @@ def _inputs(context: Context) -> dict[str, Any]:
     kept = {key: value for key, value in kept.items() if not key.startswith(others)}
     if config.trainer.head_precision == "auto":
         del kept["trainer.head_precision"]  # as in runs from before it could be chosen
+    for name in ("drafter.eagle3.sliding_window", "drafter.peagle.sliding_window"):
+        if kept.get(name, 0) is None:
+            del kept[name]  # the same
     if config.drafter.path is not None:
         kept["weights of drafter.path"] = weights_digest(drafter_path(config.drafter))[:16]
     return {**capture.fixed_inputs(context), **capture.growing_inputs(context), **kept}
@@ -139,7 +142,7 @@ def _recorded(context: Context, decision: Decision) -> Iterator[dict[str, Any]]:
         yield outputs
 
 
-def _train(context: Context, store: HiddenStateSource, train: list[int], heldout: list[int]) -> dict[str, Any]:
+def _train(context: Context, store: HiddenStateSource, train: Sequence[int], heldout: Sequence[int]) -> dict[str, Any]:
     from spectrain.drafters.build import build_drafter, continue_drafter
     from spectrain.training.checkpointing import newest_checkpoint
     from spectrain.training.trainer import FitPaths, Trainer
@@ -165,7 +168,7 @@ def _train(context: Context, store: HiddenStateSource, train: list[int], heldout
         f"fit: {len(train)} documents, draft vocabulary of {len(vocab.ids_D):,} covers {coverage:.2%} of the held-out "
         f"generated tokens"
     )
-    lost = truncated_tokens(store.lengths[train], config.trainer.packed_length)
+    lost = truncated_tokens(store.lengths[np.asarray(train)], config.trainer.packed_length)
     if lost:
         say(
             f"fit: note: {lost:,} tokens lie beyond the first trainer.packed_length of their document and are not "
@@ -205,7 +208,7 @@ def _needed(context: Context) -> dict[str, Any]:
 
 
 def _draft_vocab(
-    context: Context, store: HiddenStateSource, train: list[int], counts: CorpusCounts, head: TargetHead
+    context: Context, store: HiddenStateSource, train: Sequence[int], counts: CorpusCounts, head: TargetHead
 ) -> DraftVocab:
     size = context.config.drafter.draft_vocab_size
     expected_V = None if size in (None, head.vocab_size) else _expected_tokens(store, train, counts, head)
@@ -214,7 +217,7 @@ def _draft_vocab(
 
 @torch.no_grad()
 def _expected_tokens(
-    store: HiddenStateSource, numbers: list[int], counts: CorpusCounts, head: TargetHead
+    store: HiddenStateSource, numbers: Sequence[int], counts: CorpusCounts, head: TargetHead
 ) -> np.ndarray:
     """How often the target expected each token at the positions where it generated one, float64 [V]: its distribution
     summed over a sample of them.
@@ -226,6 +229,6 @@ def _expected_tokens(
     return (expected_V * (counts.generated_V.sum() / max(len(hidden_PH), 1))).numpy()
 
 
-def _coverage(store: HiddenStateSource, numbers: list[int], vocab: DraftVocab) -> float:
+def _coverage(store: HiddenStateSource, numbers: Sequence[int], vocab: DraftVocab) -> float:
     """Share of held-out generated tokens that the drafter can draft at all."""
     return covered(count_tokens(store, numbers, vocab.target_size).generated_V, vocab.ids_D.numpy())

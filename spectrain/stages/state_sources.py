@@ -40,7 +40,7 @@ def bring_up_to_date(context: Context) -> None:
 
 
 @contextmanager
-def opened(context: Context) -> Iterator[tuple[HiddenStateSource, list[int], list[int]]]:
+def opened(context: Context) -> Iterator[tuple[HiddenStateSource, Sequence[int], Sequence[int]]]:
     """The source and the numbers of its training and held-out documents, in the order of the prompt files. Every rank
     opens it, at the same time.
     """

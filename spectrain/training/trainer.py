@@ -33,6 +33,7 @@ from spectrain.console import ProgressBar, say
 from spectrain.data.hidden_states import HiddenStateSource
 from spectrain.data.loader import BatchLoader, BatchRequest
 from spectrain.data.packing import Draw, PackedBatch
+from spectrain.drafters.compiled_pieces import compiled_pieces
 from spectrain.drafters.drafter import Drafter
 from spectrain.drafters.drafter_folder import save_drafter
 from spectrain.errors import RunError
@@ -99,8 +100,8 @@ class Trainer:
         self.eos_ids = eos_ids
         self.folder_metadata = folder_metadata
         options = config.trainer
-        self.train = list(train)
-        self.heldout = list(heldout)[: options.eval_documents]
+        self.train = train
+        self.heldout = list(heldout[: options.eval_documents])
         self.all_heldout = list(heldout)
         if not self.train:
             raise RunError(
@@ -133,7 +134,7 @@ class Trainer:
         self.writer = CheckpointWriter(paths.checkpoints, options.keep_checkpoints)
 
     def _sampler(self, start: Position) -> StepSampler:
-        lengths = np.asarray(self.source.lengths)[self.train]
+        lengths = np.asarray(self.source.lengths)[np.asarray(self.train)]
         rank, count = self.accelerator.process_index, self.accelerator.num_processes
         return StepSampler(lengths, self.config.trainer, rank, count, start)
 
@@ -194,9 +195,10 @@ class Trainer:
         """Gradients of one global batch, checked, then one optimiser step and its line of metrics."""
         started, waited_s = time.monotonic(), batches.waited_s
         micro_batches, gathered = self.sampler[step].micro_batches, StepSums()
-        for number, documents in enumerate(micro_batches):
-            is_last = number == len(micro_batches) - 1
-            self._backward(next(batches), gathered, counts=bool(documents), is_last=is_last)
+        with compiled_pieces(self.config.trainer.compile):
+            for number, documents in enumerate(micro_batches):
+                is_last = number == len(micro_batches) - 1
+                self._backward(next(batches), gathered, counts=bool(documents), is_last=is_last)
         device_sums = gathered.over_ranks(self.accelerator)
         sums, norm = device_sums.read(self.strategy.clip(device_sums.weight))
         self._check(step, sums)

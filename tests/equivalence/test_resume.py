@@ -95,6 +95,9 @@ class DyingStore:
         self._lives -= 1
         return self._store[index]
 
+    def as_stored(self, index: int) -> TargetStates:
+        return self[index]
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 

@@ -68,6 +68,27 @@ MUTATIONS = (
         ("tests/unit/test_loader.py::test_workers_train_the_same_drafter_to_the_bit",),
     ),
     Mutation(
+        "8 bits travel as four times as many",
+        DATA + "loader.py",
+        "self._source.as_stored(number)",
+        "self._source[number]",
+        ("tests/unit/test_loader.py::test_8_bits_travel_as_they_are_and_become_what_a_reader_sees",),
+    ),
+    Mutation(
+        "a key is taken for another that begins like it",
+        DATA + "string_column.py",
+        "(digests[found_P] == part[open_P]).all(axis=1)",
+        "(digests[found_P, :8] == part[open_P, :8]).all(axis=1)",
+        ("tests/unit/test_string_column.py",),
+    ),
+    Mutation(
+        "keys that begin alike are out of order",
+        DATA + "string_column.py",
+        "if (np.diff(first_N[order_N]) == 0).any():",
+        "if False:",
+        ("tests/unit/test_string_column.py",),
+    ),
+    Mutation(
         "a document that cannot be read goes unnamed",
         DATA + "loader.py",
         'return _Failure(what if key in what else f"the hidden states of document {key} cannot be read: {what}")',
@@ -147,8 +168,8 @@ MUTATIONS = (
     Mutation(
         "documents come in the order in which they were captured",
         DATA + "stored_documents.py",
-        "order = keys.order()",
-        "order = np.arange(len(keys))",
+        "order = unordered.order()",
+        "order = np.arange(len(unordered))",
         (STORE,),
     ),
     Mutation(

@@ -203,7 +203,7 @@ MUTATIONS = (
     Mutation(
         "the number of ranks trains another drafter",
         STAGES + "fit.py",
-        '*("trainer.devices", "trainer.strategy", "trainer.gradient_checkpointing"),',
+        '*("trainer.devices", "trainer.strategy", "trainer.gradient_checkpointing", "trainer.compile"),',
         "",
         (INPUTS,),
     ),

@@ -10,6 +10,13 @@ STRATEGIES = "tests/equivalence/test_strategies.py"
 
 MUTATIONS = (
     Mutation(
+        "trainer.compile compiles nothing",
+        TRAINING + "trainer.py",
+        "with compiled_pieces(self.config.trainer.compile):",
+        "with compiled_pieces(False):",
+        ("tests/unit/test_compiled_pieces.py",),
+    ),
+    Mutation(
         "gradients are divided by the loss",
         TRAINING + "step_sums.py",
         "return self.flat[2]",

@@ -24,8 +24,16 @@ LAYOUTS = {
 
 
 class Case:
-    def __init__(self, name: str, own: int, dtype: torch.dtype = torch.float64, device: str = "cpu") -> None:
+    def __init__(
+        self,
+        name: str,
+        own: int,
+        dtype: torch.dtype = torch.float64,
+        device: str = "cpu",
+        window: int | None = None,
+    ) -> None:
         lengths, columns = LAYOUTS[name]
+        self.window = window
         generator = torch.Generator().manual_seed(7)
         self.columns = columns
         self.document_ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(device)
@@ -41,22 +49,25 @@ class Case:
 
     def run(self, backend: str) -> Tensor:
         device = self.document_ids.device
-        layout = ColumnLayout.build(torch.tensor(self.columns), self.document_ids.cpu(), device)
+        layout = ColumnLayout.build(torch.tensor(self.columns), self.document_ids.cpu(), device, self.window)
         return unrolled_attention(*self.parts(), layout, backend)
 
     def gradients(self, out: Tensor) -> list[Tensor]:
-        return list(torch.autograd.grad(out, self.inputs, self.d_out))
+        return list(torch.autograd.grad(out, self.inputs, self.d_out, allow_unused=True, materialize_grads=True))
 
     def reference(self) -> Tensor:
         q, k0, v0, own_k, own_v = self.parts()
         rows = []
+        window = self.window or 1 << 20
         for m, column in enumerate(self.columns):
+            position, own = column + len(own_k), [j for j in range(1, len(own_k) + 1) if len(own_k) - j < window]
             seen = [c for c in range(column + 1) if self.document_ids[c] == self.document_ids[column]]
+            seen = [c for c in seen if position - c < window]
             heads = []
             for n in range(N):
                 g = n // (N // G)
-                keys = torch.stack([k0[c, g] for c in seen] + [k[m, g] for k in own_k])
-                values = torch.stack([v0[c, g] for c in seen] + [v[m, g] for v in own_v])
+                keys = torch.stack([k0[c, g] for c in seen] + [own_k[j - 1][m, g] for j in own])
+                values = torch.stack([v0[c, g] for c in seen] + [own_v[j - 1][m, g] for j in own])
                 heads.append(torch.softmax(keys @ q[m, n] / math.sqrt(D), 0) @ values)
             rows.append(torch.stack(heads))
         return torch.stack(rows)
@@ -71,6 +82,31 @@ def test_forward_and_backward(backend: str, layout: str, own: int) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
     for ours, theirs in zip(case.gradients(found), case.gradients(expected), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("own", [0, 1, 3])
+@pytest.mark.parametrize("window", [1, 2, 5, 40])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_a_window(
+    backend: str, layout: str, window: int, own: int, in_parts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if in_parts:
+        monkeypatch.setattr(column_attention, "_MOST_SCORES", 5)
+        monkeypatch.setattr(column_attention, "_WINDOW_QUERIES", 3)
+    case = Case(layout, own, window=window)
+    found, expected = case.run(backend), case.reference()
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    for ours, theirs in zip(case.gradients(found), case.gradients(expected), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+
+
+def test_parts_of_a_long_document_take_the_keys_of_their_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(column_attention, "_MOST_SCORES", 1 << 16)
+    layout = ColumnLayout.build(torch.arange(5000), torch.zeros(5000, dtype=torch.long), window=300)
+    assert all(span.key_end - span.key_start <= 300 + span.end - span.start for span in layout.spans)
+    assert sum(span.end - span.start for span in layout.spans) == 5000 and len(layout.spans) < 30
 
 
 @pytest.mark.parametrize("own", [0, 2])
@@ -90,8 +126,9 @@ def test_long_documents_in_parts_that_backward_does_again(
 
 @pytest.mark.parametrize("own", [0, 2])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_flex_forward(layout: str, own: int) -> None:
-    case = Case(layout, own, torch.float32)
+@pytest.mark.parametrize("window", [None, 2, 5, 40])
+def test_flex_forward(layout: str, own: int, window: int | None) -> None:
+    case = Case(layout, own, torch.float32, window=window)
     case.inputs = [x.detach() for x in case.inputs]  # it has no backward pass on a CPU
     torch.testing.assert_close(case.run("flex"), case.reference(), rtol=1e-4, atol=1e-5)
 

@@ -77,7 +77,7 @@ def test_counts_are_those_of_a_loop_over_documents(
     assert found.used_V.tolist() == (generated_V + shown_V).tolist()
     assert found.predicting_D.tolist() == [int(made[number].loss_mask[1:].sum()) for number in asked]
     numbers, kept = found.of_teaching(asked)
-    assert numbers == [number for number, teaching in zip(asked, teaches, strict=True) if teaching]
+    assert list(numbers) == [number for number, teaching in zip(asked, teaches, strict=True) if teaching]
     assert kept.predicting_D.tolist() == [int(made[number].loss_mask[1:].sum()) for number in numbers]
 
 

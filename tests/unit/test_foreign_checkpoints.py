@@ -47,6 +47,7 @@ CASES: dict[str, tuple[Layout, Callable[[], Drafter], int, int | None]] = {
     "dspark": (deepspec_dspark, lambda: block(DSPARK), 5, 5),
     "dspark, gated": (deepspec_dspark, lambda: block(BlockOptions("dspark", anchor=True, markov="gated")), 5, 5),
     "eagle3": (eagle3, lambda: eagle(reduced=True), 3, None),
+    "eagle3, sliding": (eagle3, lambda: eagle(reduced=True, window=4), 3, None),
     "eagle3, all switches": (
         eagle3,
         lambda: eagle(norm_before_residual=True, norm_before_fc=True, fc_norm=True, norm_output=True, taps=(0, 4)),
@@ -311,6 +312,8 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("dspark", {"target_layer_ids": None}, "field 'target_layer_ids' is missing"),
     ("dspark", {"is_causal": True}, "its attention is causal, but a dspark drafter's is exactly where it slides"),
     ("eagle3", {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state is False"),
+    ("eagle3", {"layer_types": ["sliding_attention"]}, "its layers slide, but sliding_window does not say how far"),
+    ("eagle3", {"layer_types": ["chunked"]}, r"layer_types is \['chunked'\], this version reads"),
     ("eagle3", {"quantization_config": {"bits": 4}}, "quantization_config is"),
     ("eagle3", {"eagle_aux_hidden_state_layer_ids": [1, 1, 2]}, r"is \[1, 1, 2\]: layers must ascend and be 0 or more"),
     ("eagle3", {"draft_vocab_size": None}, "'d2t' moves ids"),

@@ -208,3 +208,5 @@ def test_which_drafters_sglang_serves(taps: list[int], switch: str | None, fits:
     fields |= {"eagle_aux_hidden_state_layer_ids": taps, **({switch: True} if switch else {})}
     assert find_method("eagle3").sglang_algorithm(fields) == ("EAGLE3" if fits else "")
     assert find_method("peagle").sglang_algorithm(fields) == find_method("dflash").sglang_algorithm(fields) == ""
+    layer |= {"layer_types": ["sliding_attention"], "sliding_window": 9}
+    assert find_method("eagle3").sglang_algorithm(fields) == ""

@@ -36,6 +36,7 @@ def test_the_folder_is_what_vllm_reads(tmp_path: Path) -> None:
     assert isinstance(found, PEagle) and found.training_steps == 3
     assert METHOD.settings(found.shape) == {
         "peagle.mask_token_id": 5,
+        "peagle.sliding_window": None,
         "peagle.norm_before_residual": False,
         "peagle.norm_before_fc": True,
     }

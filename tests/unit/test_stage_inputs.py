@@ -74,6 +74,7 @@ EVERYWHERE, ON_STATES, TRAINING = ("generate", "capture", "fit"), ("capture", "f
         ("trainer.log_every_steps=3", set(), ()),
         ("trainer.devices=2", set(), ()),
         ("trainer.gradient_checkpointing=true", set(), ()),
+        ("trainer.compile=true", set(), ()),
         ("hidden_states.shard_bytes=1048576", set(), ()),
         ("decoding.ngram_max=5", set(), ()),
         ("suite.max_prompts=3", set(), ()),

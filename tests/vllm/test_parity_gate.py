@@ -37,8 +37,10 @@ CASES = [
     ),
     ("llama", Options(taps=(1, 4, 6), mask_token=2)),
     ("qwen3", Options("qwen3", (0, 7), 2, True, norm_before_residual=True, norm_before_fc=True, mask_token=299)),
+    ("llama", Options(taps=(1, 4, 6), num_layers=2, window=5, reduced=True)),
+    ("qwen3", Options("qwen3", (3,), window=4)),
 ]
-BASE, PARALLEL = 0, 7  # of these, what is read wrongly
+BASE, PARALLEL, WINDOW = 0, 7, 9  # of these, what is read wrongly
 # Fewer tokens at a time than all prompts have, so some of them would lie across the edge; and than most prompts have.
 SPLIT: dict[str, dict[str, Any]] = {
     "whole prompts": {"max_model_len": 48, "max_num_batched_tokens": 48, **WHOLE_PROMPTS},
@@ -64,6 +66,11 @@ def flipped(switch: str) -> Change:
         config[switch] = not config[switch]
 
     return change
+
+
+def no_window(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    layer = config["transformer_layer_config"]
+    layer["layer_types"] = ["full_attention"] * len(layer["layer_types"])
 
 
 def other_theta(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
@@ -113,6 +120,8 @@ def bench(tmp_path_factory: pytest.TempPathFactory, rounds_process: RoundsProces
     for name, (change, _) in MUTATIONS.items():
         path = mutated(folder / f"drafter-{BASE}", folder / name, change)
         jobs.append(job(name, families[CASES[BASE][0]], path))
+    path = mutated(folder / f"drafter-{WINDOW}", folder / "no window", no_window)
+    jobs.append(job("no window", families[CASES[WINDOW][0]], path))
     jobs.append(job("step by step", families[CASES[PARALLEL][0]], folder / f"drafter-{PARALLEL}"))
     for name, how in SPLIT.items():
         asked = job(name, families[CASES[BASE][0]], folder / f"drafter-{BASE}")
@@ -140,6 +149,12 @@ def test_a_wrong_reading_fails_with_its_name(bench: Bench, name: str) -> None:
     assert report.different
     assert "rounds differ; the first: prompt" in report.reason()
     assert report.hints[0].startswith(MUTATIONS[name][1]), report.hints
+
+
+def test_a_window_that_is_not_applied_is_named(bench: Bench) -> None:
+    report, _ = bench.judged("no window", WINDOW)
+    assert report.different
+    assert report.hints[0] == "attention: the sliding window is not applied", report.hints
 
 
 def test_parallel_slots_that_are_not_asked_for_are_named(bench: Bench) -> None:

@@ -296,14 +296,17 @@ def run_columns(
 ) -> Tensor:
     """Run columns start … start + T − 1 of each row, writing their keys and values into those slots.
 
-    Column c attends to slots 0 … c. With ``keys_only`` the last layer stops after its keys and values, and the result
-    is meaningless.
+    Column c attends to slots 0 … c, with a window to the last of them. With ``keys_only`` the last layer stops after
+    its keys and values, and the result is meaningless.
     """
     rows_B1 = torch.arange(len(ids_BT), device=ids_BT.device)[:, None]
     slots_BT = start_B[:, None] + torch.arange(ids_BT.shape[1], device=ids_BT.device)
     end = int(slots_BT.max()) + 1
     cache.reserve(end)
-    visible_B1TS = (torch.arange(end, device=ids_BT.device) <= slots_BT[..., None])[:, None]
+    slot_S = torch.arange(end, device=ids_BT.device)
+    visible_B1TS = (slot_S <= slots_BT[..., None])[:, None]
+    if body.window is not None:
+        visible_B1TS = visible_B1TS & (slot_S > slots_BT[..., None] - body.window)[:, None]
     cos_sin = rotary.cos_sin(slots_BT)
     embedding_BTH = token_embedding(body, head, ids_BT, slots_BT).to(feature_BTH.dtype)
     stream = feature_BTH

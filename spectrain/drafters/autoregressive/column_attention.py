@@ -2,7 +2,8 @@
 
 Query (t, k), column t at step k, sees the step-0 keys of the columns <= t of its own document, and of each later step j
 = 1 … k only its own key (t, j). That is what a server does: verified tokens sit in the drafter's cache with target
-features (step 0), and the current draft's own keys follow behind column t. One softmax over both parts.
+features (step 0), and the current draft's own keys follow behind column t. One softmax over both parts. With a window
+of W, a query at position t + k sees keys at the W positions up to its own, as vLLM's sliding layers do.
 
 Step 0 needs every column of a document as a key but only the M counted columns as queries, so queries and keys have
 different lengths.
@@ -35,6 +36,7 @@ BACKENDS = ("eager", "sdpa", "flex")
 # Scores of a document, a head: queries times keys. Above it, its queries are done in parts, which backward does again.
 _MOST_SCORES = 1 << 22
 _PART_SCORES = 1 << 20
+_WINDOW_QUERIES = 256  # of a part, at least, however small the window
 
 
 @dataclass(frozen=True)
@@ -49,16 +51,22 @@ class Span:
     end: int
     again: bool = False
 
-    def parts(self, query_M: np.ndarray) -> list[Span]:
-        """Runs of its queries, each with the keys up to its last one: one where all scores are few enough."""
+    def parts(self, query_M: np.ndarray, window: int | None) -> list[Span]:
+        """Runs of its queries, each with the keys from the first that its first one sees up to its last one: one where
+        all scores are few enough.
+        """
         keys, queries = self.key_end - self.key_start, self.end - self.start
         if keys * queries <= _MOST_SCORES:
             return [self]
+        if window is not None:
+            keys = min(keys, 2 * max(window, _WINDOW_QUERIES))
         step = max(1, _PART_SCORES // keys)
+        if window is not None:
+            step = min(step, max(window, _WINDOW_QUERIES))  # more would have keys that hardly any of them sees
         starts = range(self.start, self.end, step)
         ends = [min(start + step, self.end) for start in starts]
         return [
-            Span(self.key_start, int(query_M[end - 1]) + 1, start, end, True)
+            Span(_first_seen(query_M, start, self.key_start, window), int(query_M[end - 1]) + 1, start, end, True)
             for start, end in zip(starts, ends, strict=True)
         ]
 
@@ -71,11 +79,16 @@ class ColumnLayout:
     host_query_M: np.ndarray
     document_ids_T: np.ndarray
     spans: list[Span]
-    cache: dict[Any, Any] = field(default_factory=dict)  # masks, built once for all layers and steps
+    window: int | None = None  # positions that a query sees, its own included; None: all
+    cache: dict[Any, Any] = field(default_factory=dict)  # masks, built once for all layers (and steps, if they share)
 
     @classmethod
     def build(
-        cls, query_M: np.ndarray | Tensor, document_ids_T: np.ndarray | Tensor, device: torch.device | str = "cpu"
+        cls,
+        query_M: np.ndarray | Tensor,
+        document_ids_T: np.ndarray | Tensor,
+        device: torch.device | str = "cpu",
+        window: int | None = None,
     ) -> ColumnLayout:
         """Of what is on the host; ``device``: where queries and keys will be."""
         query_M, document_ids_T = np.asarray(query_M), np.asarray(document_ids_T)
@@ -86,20 +99,34 @@ class ColumnLayout:
             if num_queries:
                 # Keys behind the last query of a document are seen by nobody.
                 last = int(query_M[query + num_queries - 1]) + 1
-                spans += Span(key, last, query, query + num_queries).parts(query_M)
+                first = _first_seen(query_M, query, key, window)
+                spans += Span(first, last, query, query + num_queries).parts(query_M, window)
             key, query = key + num_keys, query + num_queries
-        return cls(on_device(query_M, torch.device(device)), query_M, document_ids_T, spans)
+        return cls(on_device(query_M, torch.device(device)), query_M, document_ids_T, spans, window)
 
-    def ranges(self) -> KeyRanges:
-        """Step-0 keys of each query: those of its document, up to itself."""
+    def mask_step(self, step: int) -> int:
+        """The step whose masks are those of this one."""
+        return 0 if self.window is None else step
+
+    def ranges(self, step: int = 0) -> KeyRanges:
+        """Step-0 keys of each query: those of its document, up to itself, as far as it sees."""
         starts_D = np.searchsorted(self.document_ids_T, np.arange(self.document_ids_T[-1] + 1))
         starts_M = starts_D[self.document_ids_T[self.host_query_M]]
+        if self.window is not None:
+            starts_M = np.maximum(starts_M, self.host_query_M + step + 1 - self.window)
         return KeyRanges(starts_M[None], self.host_query_M[None] + 1, len(self.document_ids_T))
 
-    def hidden(self, span: Span) -> Tensor:
-        """bool [q, keys]: which of a span's keys its queries do not see."""
+    def hidden(self, span: Span, step: int = 0) -> Tensor:
+        """bool [q, keys]: which of a span's step-0 keys its queries of a step do not see."""
         columns = torch.arange(span.key_start, span.key_end, device=self.query_M.device)
-        return columns[None] > self.query_M[span.start : span.end, None]
+        query_q1 = self.query_M[span.start : span.end, None]
+        hidden = columns[None] > query_q1
+        return hidden if self.window is None else hidden | (columns[None] <= query_q1 + step - self.window)
+
+
+def _first_seen(query_M: np.ndarray, query: int, key_start: int, window: int | None) -> int:
+    """The first step-0 key of a document that a query sees at any step."""
+    return key_start if window is None else max(key_start, int(query_M[query]) + 1 - window)
 
 
 def unrolled_attention(
@@ -124,7 +151,11 @@ def unrolled_attention(
     """
     if len(q_MNd) == 0:
         return q_MNd  # a batch in which no column counts; flex_attention cannot do it
-    return {"eager": _eager, "sdpa": _sdpa, "flex": _flex}[backend](q_MNd, k0_TGd, v0_TGd, own_k, own_v, layout)
+    step = len(own_k)
+    if layout.window is not None:
+        own_k, own_v = own_k[-layout.window :], own_v[-layout.window :]
+    attend = {"eager": _eager, "sdpa": _sdpa, "flex": _flex}[backend]
+    return attend(q_MNd, k0_TGd, v0_TGd, own_k, own_v, layout, layout.mask_step(step))
 
 
 def _own_scores(q_MGRd: Tensor, own_k: list[Tensor]) -> Tensor:
@@ -146,7 +177,13 @@ def _by_spans(layout: ColumnLayout, attend: Callable[[Span], Tensor]) -> Tensor:
 
 
 def _eager(
-    q_MNd: Tensor, k0_TGd: Tensor, v0_TGd: Tensor, own_k: list[Tensor], own_v: list[Tensor], layout: ColumnLayout
+    q_MNd: Tensor,
+    k0_TGd: Tensor,
+    v0_TGd: Tensor,
+    own_k: list[Tensor],
+    own_v: list[Tensor],
+    layout: ColumnLayout,
+    step: int,
 ) -> Tensor:
     m, n, d = q_MNd.shape
     g = k0_TGd.shape[1]
@@ -159,7 +196,7 @@ def _eager(
         queries, keys = span.end - span.start, span.key_end - span.key_start
         q = q_MGRd[rows].permute(1, 2, 0, 3).reshape(g, -1, d)  # [G, R·q, d]: grouped heads share one product
         k, v = k0_TGd[columns].transpose(0, 1), v0_TGd[columns].transpose(0, 1)
-        scores = (q @ k.transpose(1, 2)).view(g, -1, queries, keys) + _hidden_scores(layout, span, q.dtype)
+        scores = (q @ k.transpose(1, 2)).view(g, -1, queries, keys) + _hidden_scores(layout, span, step, q.dtype)
         if own_MGRk is not None:
             scores = torch.cat([scores, own_MGRk[rows].permute(1, 2, 0, 3)], dim=-1)
         weights = F.softmax(scores, dim=-1)
@@ -172,25 +209,31 @@ def _eager(
     return _by_spans(layout, attend)
 
 
-def _hidden_scores(layout: ColumnLayout, span: Span, dtype: torch.dtype) -> Tensor:
+def _hidden_scores(layout: ColumnLayout, span: Span, step: int, dtype: torch.dtype) -> Tensor:
     """What is added to a span's scores, 0 or -inf [q, keys]; kept for later steps, unless that would be much."""
-    if span in layout.cache:
-        return layout.cache[span]
-    hidden = layout.hidden(span)
+    if (span, step) in layout.cache:
+        return layout.cache[span, step]
+    hidden = layout.hidden(span, step)
     scores = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
     if not span.again:
-        layout.cache[span] = scores
+        layout.cache[span, step] = scores
     return scores
 
 
 def _sdpa(
-    q_MNd: Tensor, k0_TGd: Tensor, v0_TGd: Tensor, own_k: list[Tensor], own_v: list[Tensor], layout: ColumnLayout
+    q_MNd: Tensor,
+    k0_TGd: Tensor,
+    v0_TGd: Tensor,
+    own_k: list[Tensor],
+    own_v: list[Tensor],
+    layout: ColumnLayout,
+    step: int,
 ) -> Tensor:
     share = q_MNd.shape[1] // k0_TGd.shape[1]
 
     def attend(span: Span) -> Tensor:
         rows, columns = slice(span.start, span.end), slice(span.key_start, span.key_end)
-        visible = ~layout.hidden(span)
+        visible = ~layout.hidden(span, step)
         if own_k:
             diagonal = torch.eye(len(visible), dtype=torch.bool, device=visible.device)
             visible = torch.cat([visible, *[diagonal] * len(own_k)], dim=1)
@@ -206,18 +249,24 @@ def _sdpa(
 
 
 def _flex(
-    q_MNd: Tensor, k0_TGd: Tensor, v0_TGd: Tensor, own_k: list[Tensor], own_v: list[Tensor], layout: ColumnLayout
+    q_MNd: Tensor,
+    k0_TGd: Tensor,
+    v0_TGd: Tensor,
+    own_k: list[Tensor],
+    own_v: list[Tensor],
+    layout: ColumnLayout,
+    step: int,
 ) -> Tensor:
     m, n, d = q_MNd.shape
     g = k0_TGd.shape[1]
     queries, keys = bucket(m), bucket(len(k0_TGd))
-    if "sparse" not in layout.cache:
-        layout.cache["sparse"] = sparse_mask(layout.ranges().padded(queries, keys), q_MNd.device)
+    if ("sparse", step) not in layout.cache:
+        layout.cache["sparse", step] = sparse_mask(layout.ranges(step).padded(queries, keys), q_MNd.device)
     q_1NQd, k_1GKd, v_1GKd = (
         F.pad(x, (0, 0, 0, 0, 0, size - len(x))).transpose(0, 1)[None]
         for x, size in ((q_MNd, queries), (k0_TGd, keys), (v0_TGd, keys))
     )
-    out, aux = attend_sparsely(q_1NQd, k_1GKd, v_1GKd, layout.cache["sparse"], with_lse=True)
+    out, aux = attend_sparsely(q_1NQd, k_1GKd, v_1GKd, layout.cache["sparse", step], with_lse=True)
     out_MNd, lse_MN = out[0, :, :m].transpose(0, 1), aux.lse[0, :, :m].transpose(0, 1)
     if not own_k:
         return out_MNd

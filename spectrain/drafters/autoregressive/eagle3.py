@@ -47,6 +47,7 @@ from spectrain.drafters.foreign_checkpoints import (
     section,
     speculators_fields,
     taps,
+    window_fields,
 )
 from spectrain.drafters.init_from_target import MLP_NORMS, copy_weights, mlp_norm, read_layer
 from spectrain.drafters.layers import (
@@ -58,7 +59,9 @@ from spectrain.drafters.layers import (
     VocabProjection,
     from_layer_config,
     layer_shape,
+    sliding_layers,
     to_layer_config,
+    window_of,
 )
 from spectrain.errors import InputError
 from spectrain.target.head import TargetHead
@@ -80,9 +83,12 @@ class Eagle3Shape(DrafterShape):
     norm_before_fc: bool = False  # one norm over the concatenated taps
     fc_norm: bool = False  # one norm per tap
     norm_output: bool = False  # the next step's feature is the normed output
+    sliding_window: int | None = None  # positions that a column sees, its own included; None: all
 
     def __post_init__(self) -> None:
         check_sizes(self, self.num_layers)
+        if self.sliding_window is not None:
+            whole(self.sliding_window, "sliding_window")
 
     @property
     def hidden_size(self) -> int:
@@ -151,6 +157,10 @@ class Eagle3Body(nn.Module):
         self.norm = RMSNorm(hidden, eps)
         if shape.owns_head:
             self.lm_head = VocabProjection(hidden, shape.draft_vocab_size, bias=False)
+
+    @property
+    def window(self) -> int | None:
+        return self.shape.sliding_window
 
     def normed_taps(self, taps_AH: Tensor) -> Tensor:
         """What fc reads, before it is laid flat: [..., A, H]."""
@@ -245,6 +255,7 @@ class Eagle3Method(AutoregressiveMethod):
             "target_vocab_size": spec.vocab_size,
             "draft_vocab_size": config.draft_vocab_size or spec.vocab_size,
             **{name: getattr(own, name) for name in self.switches},
+            "sliding_window": own.sliding_window,
         }
 
     def norms_taps(self, config: DrafterConfig) -> bool:
@@ -275,7 +286,9 @@ class Eagle3Method(AutoregressiveMethod):
             self.taps_field: list(shape.taps),
             **{name: getattr(shape, name) for name in self.switches},
             # vLLM's Llama-style EAGLE-3 does not count the layer ids; an extra key here reaches its model.
-            "transformer_layer_config": to_layer_config(shape) | {"num_aux_hidden_states": len(shape.taps)},
+            "transformer_layer_config": to_layer_config(shape)
+            | {"num_aux_hidden_states": len(shape.taps)}
+            | ({} if shape.sliding_window is None else sliding_layers(shape.num_layers, shape.sliding_window)),
         }
 
     def metadata(self, drafter: Eagle3) -> dict[str, Any]:
@@ -294,6 +307,7 @@ class Eagle3Method(AutoregressiveMethod):
             "target_vocab_size": layer["vocab_size"],
             "draft_vocab_size": fields["draft_vocab_size"],
             **{name: flag(fields[name], name) for name in self.switches},
+            "sliding_window": window_of(layer),
         }
 
     def read_drafter(self, shape: Eagle3Shape, vocab: DraftVocab, metadata: Mapping[str, Any]) -> Eagle3:
@@ -301,11 +315,15 @@ class Eagle3Method(AutoregressiveMethod):
         config = DrafterConfig(method=self.name, autoregressive=AutoregressiveConfig(ttt_steps=steps))
         return self.build(shape, vocab, config)
 
+    def settings(self, shape: Any) -> dict[str, object]:
+        return {"eagle3.sliding_window": shape.sliding_window}
+
     def read_foreign(self, architecture: str, config: dict[str, Any], where: str) -> dict[str, Any]:
         """EAGLE, SpecForge and AngelSlim: a Llama configuration with switches, some of them under ``eagle_config``."""
         nested = section(config, "eagle_config", where)
         refuse_unknown_arithmetic(config, nested, where=where)
         layer = decoder_layer(config, "qwen3" if "Qwen3" in architecture else "llama", where, self.default_theta)
+        layer |= window_fields(config, layer, where)
         standard = speculators_fields(config, self.name, _FOREIGN_DRAFTS, layer, where)
         standard |= {name: bool(config.get(name, False)) for name in ("norm_before_residual", "fc_norm", "norm_output")}
         standard["norm_before_fc"] = bool(nested.get("norm_before_fc", config.get("norm_before_fc", False)))
@@ -324,6 +342,7 @@ class Eagle3Method(AutoregressiveMethod):
         return {
             "architectures": ["Eagle3Qwen3ForCausalLM" if layer["model_type"] == "qwen3" else "LlamaForCausalLMEagle3"],
             **flat_layer(layer),
+            **{name: layer[name] for name in sliding_layers(0, None) if name in layer},
             **({"draft_vocab_size": standard["draft_vocab_size"]} if reduced else {}),
             **{name: standard[name] for name in (self.taps_field, *self.switches)},
         }
@@ -333,13 +352,15 @@ class Eagle3Method(AutoregressiveMethod):
         return {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in tensors.items()}
 
     def sglang_algorithm(self, fields: Mapping[str, Any]) -> str:
-        """One of Llama's layers, none of the switches, and the taps 2, N//2 and N - 3 of a target of N layers.
+        """One of Llama's layers that sees everything, none of the switches, and the taps 2, N//2 and N - 3 of a target
+        of N layers.
 
         Ids that a folder names under ``eagle_config`` SGLang reads one layer deeper than vLLM reads its own field, so
         no folder can name others for both.
         """
         layer = fields.get("transformer_layer_config") or {}
         plain = layer.get("model_type") == "llama" and layer.get("num_hidden_layers") == 1
+        plain = plain and "sliding_attention" not in (layer.get("layer_types") or ())
         taps = fields.get(self.taps_field) or []
         usual = len(taps) == 3 and taps == [2, (taps[2] + 3) // 2, taps[2]]
         return "EAGLE3" if plain and usual and not any(map(fields.get, self.switches)) else ""

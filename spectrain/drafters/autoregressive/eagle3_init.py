@@ -289,7 +289,7 @@ def _chain(
     """
     layer, query_M = body.layers[0], columns.query_M
     attention, backend = layer.self_attn, "eager" if query_M.device.type == "cpu" else "sdpa"
-    layout = ColumnLayout.build(columns.host_query_M, batch.host.document_ids_T, query_M.device)
+    layout = ColumnLayout.build(columns.host_query_M, batch.host.document_ids_T, query_M.device, body.window)
     every_T = torch.arange(batch.num_tokens, device=query_M.device)
     feature_TH = body.fuse(batch.taps_TAH)
     _, x_TI = layer.attention_input(feature_TH, text.embeddings(batch, every_T.roll(-1)))

@@ -211,6 +211,7 @@ class MtpBody(nn.Module):
     """The head's parameters: one layer and a norm."""
 
     layers: list[MtpLayer]  # in truth a ModuleList of one
+    window: int | None = None
 
     def __init__(self, shape: MtpShape) -> None:
         super().__init__()

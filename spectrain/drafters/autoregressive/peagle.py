@@ -125,7 +125,7 @@ class PEagle(Eagle3):
         """Normed outputs [K, M, H] of all slots, in one pass."""
         body, query_M = self.body, columns.query_M
         backend = self.attention_backend(batch)
-        layout = ColumnLayout.build(columns.host_query_M, batch.host.document_ids_T, query_M.device)
+        layout = ColumnLayout.build(columns.host_query_M, batch.host.document_ids_T, query_M.device, body.window)
         feature_TH = body.fuse(batch.taps_TAH)
         out_MH, keys = first_step(body, self.rotary, self.head, feature_TH, batch, layout, backend)
         slot_J1 = torch.arange(1, len(columns.valid_KM), device=query_M.device)[:, None]
@@ -217,7 +217,7 @@ class PEagleMethod(Eagle3Method):
         return ""
 
     def settings(self, shape: PEagleShape) -> dict[str, object]:
-        return {f"peagle.{name}": getattr(shape, name) for name in ("mask_token_id", *self.switches)}
+        return {f"peagle.{name}": getattr(shape, name) for name in ("mask_token_id", "sliding_window", *self.switches)}
 
 
 METHOD = PEagleMethod()

@@ -60,12 +60,15 @@ class AutoregressiveLayer(DecoderLayer):
 
 class AutoregressiveBody(Protocol):
     """The parameters of a drafter whose steps are decoder layers. ``zero_first``: the embedding at position 0 counts as
-    zero.
+    zero. ``window``: positions that a column sees, its own included; None: all.
     """
 
     zero_first: bool
     layers: Any  # AutoregressiveLayer, in order
     norm: Any
+
+    @property
+    def window(self) -> int | None: ...
 
     def feed_back(self, output: Tensor, normed: Tensor) -> Tensor:
         """The feature of the next step, from a step's output before and after the norm."""
@@ -125,7 +128,7 @@ def unroll(
     the target.
     """
     query_M, last = columns.query_M, batch.num_tokens - 1
-    layout = ColumnLayout.build(columns.host_query_M, batch.host.document_ids_T, query_M.device)
+    layout = ColumnLayout.build(columns.host_query_M, batch.host.document_ids_T, query_M.device, body.window)
     out_MH, keys = first_step(body, rotary, head, feature_TH, batch, layout, backend)
     normed_KMH = [body.norm(out_MH)]
     own: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in body.layers]
@@ -168,7 +171,7 @@ def first_step(
         if layer is body.layers[-1]:
             attend, rows = _to_step_0(layout, backend), query_M
         else:  # all columns ask: the next layer makes keys of what comes out
-            every = ColumnLayout.build(every_T, batch.host.document_ids_T, query_M.device)
+            every = ColumnLayout.build(every_T, batch.host.document_ids_T, query_M.device, layout.window)
             attend, rows = _to_step_0(every, backend), None
         out_MH, k_TGd, v_TGd = layer(out_MH, embedding_TH, cos_sin_T, attend, rows)
         keys.append((k_TGd, v_TGd))

@@ -21,7 +21,7 @@ from spectrain.data.vocab import DraftVocab
 from spectrain.drafters.block.block_drafter import BlockDrafter
 from spectrain.drafters.block.block_model import BlockBody
 from spectrain.drafters.block.block_shape import BlockShape, blocks_together
-from spectrain.drafters.field_checks import flag, positive, whole
+from spectrain.drafters.field_checks import flag, positive
 from spectrain.drafters.foreign_checkpoints import (
     block_decoder_layer,
     block_taps,
@@ -30,7 +30,7 @@ from spectrain.drafters.foreign_checkpoints import (
     speculators_fields,
 )
 from spectrain.drafters.init_from_target import MLP_NORMS, copy_weights, mlp_norm, read_layer
-from spectrain.drafters.layers import from_layer_config, layer_shape, to_layer_config
+from spectrain.drafters.layers import from_layer_config, layer_shape, sliding_layers, to_layer_config, window_of
 from spectrain.drafters.mask_token import mask_token_of, resolve_mask_token
 from spectrain.drafters.registry import Corpus, DrafterMethod
 from spectrain.drafters.training_cost import BatchSize, CorpusSize, TrainingCost, TrainingRows
@@ -178,8 +178,6 @@ class BlockMethod(DrafterMethod):
 
     def describe(self, drafter: BlockDrafter) -> dict[str, Any]:
         shape = drafter.shape
-        kind = "full_attention" if shape.sliding_window is None else "sliding_attention"
-        layers = {"layer_types": [kind] * shape.num_layers, "use_sliding_window": shape.sliding_window is not None}
         return {
             self.taps_field: list(shape.taps),
             "mask_token_id": shape.mask_token_id,
@@ -187,7 +185,7 @@ class BlockMethod(DrafterMethod):
             "sample_from_anchor": shape.sample_from_anchor,
             "sliding_window_non_causal": not shape.causal,
             **self.describe_heads(shape),
-            "transformer_layer_config": to_layer_config(shape) | layers | {"sliding_window": shape.sliding_window},
+            "transformer_layer_config": to_layer_config(shape) | sliding_layers(shape.num_layers, shape.sliding_window),
         }
 
     def metadata(self, drafter: BlockDrafter) -> dict[str, Any]:
@@ -195,7 +193,7 @@ class BlockMethod(DrafterMethod):
 
     def read_shape(self, fields: dict[str, Any]) -> BlockShape:
         layer = fields["transformer_layer_config"]
-        sliding = whole(layer["sliding_window"], "sliding_window") if _slides(layer) else None
+        sliding = window_of(layer)
         return BlockShape(
             method=self.name,
             layer=from_layer_config(layer),
@@ -268,13 +266,3 @@ def layers_below(taps: Any) -> list[int]:
 def read_flag(fields: Mapping[str, Any], name: str, default: bool = False) -> bool:
     value = fields.get(name)
     return default if value is None else flag(value, name)
-
-
-def _slides(layer: Mapping[str, Any]) -> bool:
-    """Whether its layers are sliding ones."""
-    kinds = layer.get("layer_types") or ["full_attention"]
-    if kinds not in ([kind] * len(kinds) for kind in ("full_attention", "sliding_attention")):
-        raise ValueError(
-            f"layer_types is {kinds!r}, this version reads sliding_attention or full_attention in all layers"
-        )
-    return kinds[0] == "sliding_attention"
