@@ -20,12 +20,12 @@ VLLM = ("engine=vllm", "engine.max_num_seqs=8", "engine.environment.VLLM_CPU_KVC
 
 def test_the_untuned_head_is_measured_beside_the_tuned_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target, run = taught_target("mimo", tmp_path / "target", **{**SHAPE, "num_hidden_layers": 4}), tmp_path / "run"
-    for name, numbers in (("train", range(40, 52)), ("heldout", range(60, 64))):
+    for name, numbers in (("train", range(40, 52)), ("heldout", range(60, 62))):
         lines = [json.dumps({"turns": [f"Tell me about number {number}."]}) for number in numbers]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
     asked = ["recipe=mtp_smoke", "target.tiny=null", f"target.path={target}", "target.name=taught", f"run.dir={run}"]
     asked += ["data=jsonl", f"data.train={tmp_path / 'train.jsonl'}", f"data.heldout={tmp_path / 'heldout.jsonl'}"]
-    assert main(["run", *asked, "trainer.epochs=20", "trainer.learning_rate=1e-2", "suite.baselines=[]"]) == 0
+    assert main(["run", *asked, "trainer.epochs=12", "trainer.learning_rate=1e-2", "suite.baselines=[]"]) == 0
     assert main(["eval", f"run.dir={run}", *VLLM]) == 0
     found = {(record.engine, record.method): record for record in read_records(run / "eval")}
     assert found.keys() == {(engine, method) for engine in ("hf", "vllm") for method in ("mtp", "mtp-untuned")}
