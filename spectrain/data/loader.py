@@ -14,6 +14,7 @@ one from a worker takes the trainer 5 ms. So there is nothing to gain there, and
 
 from __future__ import annotations
 
+import math
 import re
 import signal
 import time
@@ -25,7 +26,8 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from spectrain.data.hidden_states import HiddenStateSource
 from spectrain.data.packing import Draw, PackedBatch, pack_batch
@@ -65,10 +67,23 @@ class _Batches(Dataset[PackedBatch | _Failure]):
                 key, what = self._source.keys[number], str(error) or type(error).__name__
                 return _Failure(what if key in what else f"the hidden states of document {key} cannot be read: {what}")
         try:
-            return pack_batch(documents, request.max_tokens, request.draw)
+            return pack_batch(documents, request.max_tokens, request.draw, _end_to_end)
         except Exception as error:
             keys = ", ".join(document.key for document in documents)
             return _Failure(f"no batch can be made of the hidden states of {keys}: {error}")
+
+
+def _end_to_end(parts: list[Tensor]) -> Tensor:
+    """As ``torch.cat``, in a worker right into the shared memory through which the trainer gets it: else it would be
+    copied there once more, which takes as long as all the rest.
+    """
+    first, length = parts[0], sum(map(len, parts))
+    alike = all(part.dtype == first.dtype and part.shape[1:] == first.shape[1:] for part in parts)
+    if get_worker_info() is None or not alike or not length or not first.numel():
+        return torch.cat(parts)
+    shape = (length, *first.shape[1:])
+    storage = torch.UntypedStorage._new_shared(first.element_size() * math.prod(shape))
+    return torch.cat(parts, out=torch.empty(0, dtype=first.dtype).set_(storage).view(shape))
 
 
 def _as_it_is(batch: Any) -> Any:

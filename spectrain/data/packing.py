@@ -104,10 +104,13 @@ class PackedBatch:
 
 
 def pack_batch(
-    documents: Sequence[TargetStates], max_tokens: int | None = None, draw: Draw | None = None
+    documents: Sequence[TargetStates],
+    max_tokens: int | None = None,
+    draw: Draw | None = None,
+    join: Callable[[list[Tensor]], Tensor] = torch.cat,
 ) -> PackedBatch:
     """Concatenate documents; each is cut at ``max_tokens``. Integer fields are widened, hidden states keep their
-    dtype.
+    dtype. ``join``: what lays hidden states end to end.
     """
     cut = slice(None, max_tokens)
     lengths = torch.tensor([len(d.input_ids[cut]) for d in documents])
@@ -117,16 +120,16 @@ def pack_batch(
         loss_mask_T=torch.cat([d.loss_mask[cut] for d in documents]).bool(),
         position_ids_T=torch.cat([torch.arange(n) for n in lengths.tolist()]),
         document_ids_T=torch.repeat_interleave(torch.arange(len(documents)), lengths),
-        taps_TAH=torch.cat([d.taps[cut] for d in documents]),
-        last_hidden_TH=torch.cat([d.last_hidden[cut] for d in documents]),
+        taps_TAH=join([d.taps[cut] for d in documents]),
+        last_hidden_TH=join([d.last_hidden[cut] for d in documents]),
         log_normalizer_T=None
         if any(n is None for n in normalizers)
         else torch.cat([n[cut] for n in normalizers if n is not None]),
         draw=draw,
         target_kv={
             layer: (
-                torch.cat([d.target_kv[layer][0][cut] for d in documents]),
-                torch.cat([d.target_kv[layer][1][cut] for d in documents]),
+                join([d.target_kv[layer][0][cut] for d in documents]),
+                join([d.target_kv[layer][1][cut] for d in documents]),
             )
             for layer in documents[0].target_kv
         },

@@ -56,8 +56,8 @@ MUTATIONS = (
     Mutation(
         "a batch forgets what its random choices are drawn from",
         DATA + "loader.py",
-        "return pack_batch(documents, request.max_tokens, request.draw)",
-        "return pack_batch(documents, request.max_tokens)",
+        "return pack_batch(documents, request.max_tokens, request.draw, _end_to_end)",
+        "return pack_batch(documents, request.max_tokens, None, _end_to_end)",
         ("tests/unit/test_loader.py::test_batches_are_those_of_their_requests_in_order",),
     ),
     Mutation(
