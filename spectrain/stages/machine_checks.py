@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import fcntl
 import importlib.util
+import inspect
+import io
 import os
 import platform
 import resource
@@ -14,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import redirect_stderr
 from importlib import metadata
 from pathlib import Path
 
@@ -312,7 +315,7 @@ def check_wandb(config: SpectrainConfig) -> Iterator[Finding]:
         return
     import wandb  # type: ignore[import-not-found,unused-ignore]
 
-    if wandb.api.api_key is None:
+    if not _has_wandb_key():
         remedy = "run `wandb login`, or set logger.offline=true" if asked else ""
         yield Finding("wandb", missing, "nobody is logged in", remedy)
         return
@@ -328,6 +331,16 @@ def check_wandb(config: SpectrainConfig) -> Iterator[Finding]:
         )
     else:
         yield Finding("wandb", "ok", "logged in")
+
+
+def _has_wandb_key() -> bool:
+    """What wandb says besides, on standard error, of itself and of the login, would stand above the table."""
+    import wandb  # type: ignore[import-not-found,unused-ignore]
+
+    with redirect_stderr(io.StringIO()):
+        if "prompt" in inspect.signature(wandb.login).parameters:
+            return bool(wandb.login(prompt=False, verify=False))
+        return wandb.api.api_key is not None  # an older wandb
 
 
 # --- limits of the system ------------------------------------------------------------------------------------------

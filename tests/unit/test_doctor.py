@@ -146,7 +146,14 @@ def test_the_login_to_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 @pytest.mark.parametrize(
     ("trackers", "offline", "level"), [(("wandb",), True, "ok"), (("wandb",), False, "failure"), ((), False, "ok")]
 )
-def test_the_login_to_wandb(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, trackers: Any, offline: bool, level: str):
+def test_the_login_to_wandb(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    trackers: Any,
+    offline: bool,
+    level: str,
+):
     pytest.importorskip("wandb")
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.delenv("WANDB_MODE", raising=False)
@@ -155,6 +162,7 @@ def test_the_login_to_wandb(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tra
     config = SpectrainConfig(logger=LoggerConfig(trackers=trackers, offline=offline))
     (finding,) = machine_checks.check_wandb(config)
     assert finding.level == level
+    assert capfd.readouterr().err == ""  # the table alone
 
 
 def test_small_limits_are_warned_of(monkeypatch: pytest.MonkeyPatch):
