@@ -106,13 +106,13 @@ def test_it_is_tuned_measured_and_written_from_the_command_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, folder = tmp_path / "run", tmp_path / "target"
-    taught_target("deepseek_v32", folder, steps=50, index_topk=128, num_hidden_layers=2)
-    for name, numbers in (("train", range(40, 48)), ("heldout", range(60, 62))):
+    taught_target("deepseek_v32", folder, steps=60, index_topk=128, num_hidden_layers=2)
+    for name, numbers in (("train", range(40, 52)), ("heldout", range(60, 62))):
         lines = [json.dumps({"turns": [f"Tell me about number {number}."]}) for number in numbers]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
     asked = ["recipe=mtp_smoke", "target.tiny=null", f"target.path={folder}", "target.name=v32", f"run.dir={run}"]
     asked += ["data=jsonl", f"data.train={tmp_path / 'train.jsonl'}", f"data.heldout={tmp_path / 'heldout.jsonl'}"]
-    asked += ["suite.baselines=[]", "trainer.epochs=12", "trainer.learning_rate=1e-2"]
+    asked += ["suite.baselines=[]", "trainer.epochs=20", "trainer.learning_rate=1e-2"]
     assert cli.main(["run", *asked, "target.max_length=256"]) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert "target.max_length=256: beyond 128 tokens (index_topk)" in said and "set target.max_length=128" in said
