@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from spectrain.config.commands import Command
 from spectrain.config.schema import SpectrainConfig
-from spectrain.errors import ConfigError
+from spectrain.errors import ConfigError, InputError
 from spectrain.files import bytes_text, free_bytes, mount_point
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from spectrain.data.prompts import Conversation
     from spectrain.stages.context import Context
 
@@ -76,36 +80,62 @@ def check_disk(context: Context) -> None:
                 f"{bytes_text(free)} free for run.dir={context.run_dir.path}: lower it, or use another run.dir"
             )
         return
-    missing, replaced = _to_capture(context)
-    needed, free = states_bytes(context, missing), free_bytes(folder) + replaced
+    missing_D, replaced = _to_capture(context)
+    count, needed = _sized(context, missing_D)
+    free = free_bytes(folder) + replaced
     if needed > 2 * free:
         raise ConfigError(
-            f"the hidden states of {len(missing):,} documents need up to {bytes_text(needed)}, the disk mounted on "
+            f"the hidden states of {count:,} documents need up to {bytes_text(needed)}, the disk mounted on "
             f"{mount_point(folder)} has {bytes_text(free)} free for run.dir={folder}: use hidden_states.dtype=int8, "
             f"fewer prompts (data.max_train), states.source=inprocess or online, or another run.dir"
         )
 
 
-def _to_capture(context: Context) -> tuple[list[Conversation], int]:
-    """Conversations that have no hidden states yet, and the bytes of those that will be removed before."""
+def _to_capture(context: Context) -> tuple[npt.NDArray[np.bool_] | None, int]:
+    """Which of the D responses that are asked for have no hidden states yet (None: no one has any), and the bytes of
+    those that will be removed before.
+    """
+    import numpy as np
+
     from spectrain.data.hidden_states import INDEX_NAME
     from spectrain.data.response_parts import DamagedPartError
     from spectrain.data.shard_damage import stored_key_column
     from spectrain.stages import capture
 
-    prompts, folder = context.prompts, context.data_dir.hidden_states
+    folder, nothing = context.data_dir.hidden_states, np.zeros(0, dtype=bool)
     if context.source.folder is None or not (folder / INDEX_NAME).is_file():
-        return [*prompts.train, *prompts.heldout], 0
+        return None, 0
     try:
         decision = capture.decide(context)
     except DamagedPartError:  # its prompts are answered again first
-        return [], 0
+        return nothing, 0
     if decision.skip:
-        return [], 0
+        return nothing, 0
     if decision.action == "restart":
-        return [*prompts.train, *prompts.heldout], sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    missing_D = stored_key_column(folder).places_of(context.asked.keys) < 0
-    if not missing_D.any():
-        return [], 0  # without reading a prompt
-    asked = [*prompts.train, *prompts.heldout]
-    return [conversation for conversation, missing in zip(asked, missing_D.tolist(), strict=True) if missing], 0
+        return None, sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    return stored_key_column(folder).places_of(context.asked.keys) < 0, 0
+
+
+def _sized(context: Context, missing_D: npt.NDArray[np.bool_] | None) -> tuple[int, int]:
+    """(documents, bytes of their hidden states). Where all responses are there, by their tokens; else by the prompts,
+    which are read for it, and at most.
+    """
+    import numpy as np
+
+    from spectrain.data.hidden_states import bytes_per_token
+    from spectrain.data.responses import ResponseStore
+    from spectrain.data.stored_responses import StoredResponses
+    from spectrain.stages.plan import states_bytes
+
+    if missing_D is not None and not missing_D.any():
+        return 0, 0
+    responses = ResponseStore(context.data_dir.responses)
+    with suppress(InputError):  # some are not there, or cannot be read
+        if context.source.folder is not None and responses.parts():
+            lengths_D = StoredResponses(responses, context.asked).lengths_D
+            missing_D = np.ones(len(lengths_D), dtype=bool) if missing_D is None else missing_D
+            return int(missing_D.sum()), int(lengths_D[missing_D].sum()) * bytes_per_token(context.store_meta())
+    prompts: list[Conversation] = [*context.prompts.train, *context.prompts.heldout]
+    if missing_D is not None:
+        prompts = [conversation for conversation, missing in zip(prompts, missing_D.tolist(), strict=True) if missing]
+    return len(prompts), states_bytes(context, prompts)

@@ -147,8 +147,8 @@ MUTATIONS = (
     Mutation(
         "states that are there count for the disk",
         STAGES + "states_checks.py",
-        "    if decision.skip:\n        return [], 0\n",
-        "    if decision.skip:\n        return asked, 0\n",
+        "    if decision.skip:\n        return nothing, 0\n",
+        "    if decision.skip:\n        return None, 0\n",
         ("tests/faults/test_damage.py",),
     ),
     Mutation(

@@ -79,7 +79,6 @@ def test_what_is_remembered_is_what_is_read(arguments: list[str], begun: Path, m
 @pytest.fixture
 def nobody_reads(begun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known_prompts, "run_prompts", lambda *_, **__: pytest.fail("reads prompts"))
-    monkeypatch.setattr(checks, "check_disk", lambda _: None)  # of states that are still to be captured, it sizes them
 
 
 @pytest.mark.usefixtures("nobody_reads")
