@@ -80,7 +80,7 @@ def records_of(name: str) -> list[EvaluationRecord]:
         raise InputError(f"{name} is neither a record, nor a folder of records, nor a run directory")
     folders = (
         [path / "eval", path / "eval" / "sweep", path / "eval" / "serving"]
-        if (path / "eval").is_dir()
+        if (path / "eval").is_dir() or (path / "manifest.json").is_file()
         else [path, path / "sweep"]
     )
     files = [file for folder in folders for file in sorted(folder.glob("*.json"))]
