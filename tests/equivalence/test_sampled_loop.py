@@ -102,6 +102,7 @@ def goodness_of_fit(counts, expected, samples):
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 @pytest.mark.parametrize("name", ["drawn", "argmax"])
+@pytest.mark.slow
 def test_first_draft_is_accepted_with_chance_one_minus_tv(target, sampling, name):
     """Over all first anchors: a round at anchor x accepts its first draft with chance Σ min(p(·|x), q(·|prompt, x))."""
     proposer, draft_sampling = drafting(name, sampling)

@@ -17,6 +17,7 @@ from spectrain.data.responses import ResponseStore
 from spectrain.files import FileState
 
 
+@pytest.mark.slow
 def test_each_command_starts_in_a_run_directory_of_the_bench(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

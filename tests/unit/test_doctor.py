@@ -95,6 +95,7 @@ def test_right_kernels_pass_and_a_wrong_one_is_found(monkeypatch: pytest.MonkeyP
     assert found["attention unrolled sdpa on cpu"] == found["attention block sdpa on cpu"] == "failure"
 
 
+@pytest.mark.slow
 def test_the_sum_over_two_processes():
     assert machine_checks.all_reduce(2, "gloo") > 0
 

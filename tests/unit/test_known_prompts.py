@@ -162,6 +162,7 @@ def test_a_further_column_that_changed_is_not_believed(arguments: list[str], beg
     "change",
     ["data.max_train=9", "data.seed=5", "target.max_length=255", "sampling.max_new_tokens=11", "data.system=Hello."],
 )
+@pytest.mark.slow
 def test_other_settings_read_the_prompts_again(arguments: list[str], begun: Path, change: str) -> None:
     again = prepared(arguments, begun, change)
     assert again.known is None

@@ -36,9 +36,10 @@ def test_nothing_given_is_the_dataclass_defaults():
     )
 
 
-# Nearly a hundred recipes take half a minute; test_recipes.py plans them all, too.
+# Nearly a hundred recipes take half a minute; test_recipes.py plans them all, with their targets.
 @pytest.mark.parametrize(
-    "group", [pytest.param(group, marks=[pytest.mark.slow] * (group == "recipe")) for group in GROUP_FOLDERS]
+    "group",
+    [pytest.param(group, marks=[pytest.mark.slow] * (group in ("recipe", "target"))) for group in GROUP_FOLDERS],
 )
 def test_every_shipped_option_composes(group):
     options = group_options(group)

@@ -80,7 +80,9 @@ def test_all_recipes_are_known() -> None:
 # --- on the CPU target ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", [*STEPS, *BLOCK])
+@pytest.mark.parametrize(
+    "recipe", [STEPS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in (*STEPS[1:], *BLOCK))]
+)
 def test_quickstarts_plan_from_the_installed_package(
     recipe: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

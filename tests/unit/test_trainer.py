@@ -195,6 +195,7 @@ def test_nothing_is_read_from_the_device_between_micro_batches(tmp_path: Path, m
             events.clear()
 
 
+@pytest.mark.slow
 def test_metrics_say_what_share_of_a_step_waited_for_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     class Slow(MemoryStore):
         seconds = 0.0
