@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data._utils import signal_handling
 
 from spectrain.data.hidden_states import HiddenStateSource
 from spectrain.data.packing import Draw, PackedBatch, pack_batch
@@ -146,11 +147,24 @@ class BatchLoader:
     ) -> None:
         batches, self._batches = self._batches, iter(())
         with suppress(RuntimeError):  # of a worker that dies while it is being ended
-            # Without this call workers end when the iterator is collected, which the frames of an exception put off.
-            getattr(batches, "_shutdown_workers", lambda: None)()
+            _end_workers(batches)
         # A worker that dies makes torch raise in the main thread, from a signal handler, whatever runs there.
         if isinstance(error, RuntimeError) and _DEAD_WORKER.match(str(error)):
             raise _worker_died(error) from error
+
+
+def _end_workers(batches: Any) -> None:
+    """Without this workers end when the iterator is collected, which the frames of an exception put off."""
+    workers = getattr(batches, "_workers", ())
+    if all(worker.is_alive() for worker in workers):
+        getattr(batches, "_shutdown_workers", lambda: None)()
+        return
+    # Whoever was killed may hold the lock of the event by which torch tells the others to end: it would wait for ever.
+    signal_handling._remove_worker_pids(id(batches))
+    batches._worker_pids_set, batches._shutdown = False, True
+    for worker in workers:
+        worker.kill()
+        worker.join()
 
 
 def announce(source: HiddenStateSource, documents: Iterable[int]) -> None:

@@ -180,6 +180,8 @@ def test_a_worker_that_dies_while_the_trainer_is_busy_is_told_of_too(tmp_path: P
             (worker,) = set(multiprocessing.active_children()) - others
             assert worker.pid is not None
             os.kill(worker.pid, signal.SIGKILL)
+            # As if it had been killed while it held the lock by which torch ends its workers.
+            loader._batches._workers_done_event._cond.acquire(timeout=1)  # type: ignore[attr-defined]
             for _ in range(1000):
                 time.sleep(0.01)
 
