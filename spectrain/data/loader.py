@@ -156,11 +156,12 @@ class BatchLoader:
 def _end_workers(batches: Any) -> None:
     """Without this workers end when the iterator is collected, which the frames of an exception put off."""
     workers = getattr(batches, "_workers", ())
-    if all(worker.is_alive() for worker in workers):
+    if getattr(batches, "_shutdown", True) or not any(worker.exitcode for worker in workers):
         getattr(batches, "_shutdown_workers", lambda: None)()
         return
     # Whoever was killed may hold the lock of the event by which torch tells the others to end: it would wait for ever.
-    signal_handling._remove_worker_pids(id(batches))
+    with suppress(ValueError):  # it has been told already
+        signal_handling._remove_worker_pids(id(batches))
     batches._worker_pids_set, batches._shutdown = False, True
     for worker in workers:
         worker.kill()
