@@ -43,6 +43,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", READ)
+@pytest.mark.vllm
 def test_it_computes_what_its_dequantised_twin_computes(name: str, llama: Path, tmp_path: Path) -> None:
     source = llama if name != "mxfp8" else tiny_target("llama", tmp_path / "even", intermediate_size=64)
     folder = quantise(name, source, tmp_path / "q")
@@ -57,6 +58,7 @@ def test_it_computes_what_its_dequantised_twin_computes(name: str, llama: Path, 
 @pytest.mark.parametrize(
     ("name", "rounding"), [("fp8 block", 1e-5), ("mxfp8", 1e-5), ("compressed-tensors fp8 channel", 2e-2)]
 )
+@pytest.mark.vllm
 def test_so_does_a_mixture_of_experts(name: str, rounding: float, tmp_path: Path) -> None:
     folder = quantise(name, tiny_target("qwen3_moe", tmp_path / "moe", moe_intermediate_size=32), tmp_path / "q")
     found, twin = states(load(folder)), states(load(folder / "twin"))

@@ -198,6 +198,7 @@ def test_a_foreign_drafter_whose_heads_turn_in_part_is_refused(field: str) -> No
 @pytest.mark.parametrize(
     ("max_length", "told"), [(ORIGINAL - 20, ORIGINAL - 16), (ORIGINAL, ORIGINAL), (ORIGINAL + 1, ORIGINAL + 5)]
 )
+@pytest.mark.vllm
 def test_room_for_drafts_does_not_change_the_factors(max_length: int, told: int, tmp_path: Path) -> None:
     target = TargetConfig(path="t", max_length=max_length)
     args = engine_args(EngineConfig(), target, phi3(tmp_path), {"speculative_config": {"num_speculative_tokens": 3}})
@@ -205,6 +206,7 @@ def test_room_for_drafts_does_not_change_the_factors(max_length: int, told: int,
 
 
 @pytest.mark.parametrize(("max_length", "given"), [(ORIGINAL, 100), (100, ORIGINAL)])
+@pytest.mark.vllm
 def test_a_length_with_other_factors_is_refused(max_length: int, given: int, tmp_path: Path) -> None:
     config = EngineConfig(args={"max_model_len": given})
     with pytest.raises(ConfigError, match=r"engine\.args\.max_model_len"):
