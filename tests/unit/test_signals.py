@@ -234,6 +234,8 @@ with signals.keeping(keep):
                 (folder / "heard").rename(heard)
             time.sleep(0.01)
         (folder / "brought").touch()
+        while len(list(folder.parent.glob("*/brought"))) < 2:  # as in a collective: nobody is through alone
+            time.sleep(0.01)
         signals.end_together(int(heard.read_text()))
 """
 )
