@@ -29,9 +29,11 @@ class LossConfig(Section, name="drafter.loss"):
         at_least=0,
         at_most=_COEFFICIENT,
     )
-    implementation: Literal["fused", "reference"] = key(
+    implementation: Literal["fused", "triton", "reference"] = key(
         "fused",
-        "fused: loss and gradient in one pass, no [tokens, vocabulary]; reference: plain torch, all logits at once",
+        "fused: loss and gradient in one pass, no [tokens, vocabulary]; triton: the same with a kernel of its own for "
+        "what follows the products, on a GPU (not run on one yet: `make gpu-check` compares both); reference: plain "
+        "torch, all logits at once",
     )
 
     def _check(self) -> None:

@@ -21,13 +21,13 @@ from spectrain.config.schema import SpectrainConfig
 from spectrain.drafters.drafter_digests import check_drafter_digests
 from spectrain.errors import ConfigError, InputError
 from spectrain.stages.drafter_checks import (
-    check_attention,
     check_continued,
     check_dimensions,
     check_drafter_folder,
     check_kind,
     check_measured,
     check_measurement,
+    check_training_kernels,
 )
 from spectrain.stages.run_dir import RunDir, work_dir
 from spectrain.stages.states_checks import check_disk, check_source
@@ -187,7 +187,7 @@ def _check_against_target(context: Context) -> None:
     if "capture" in context.command.stages and not context.command.looks_only:
         check_disk(context)
     if context.command.trains:
-        check_attention(config.drafter)
+        check_training_kernels(config.drafter)
 
 
 def _runs_in_process(context: Context) -> bool:

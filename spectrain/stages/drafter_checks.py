@@ -105,9 +105,9 @@ def _check_loss(config: SpectrainConfig) -> None:
             close = suggest(name, TERMS)
             hint = f"did you mean {close[0]}?" if close else f"use one of {', '.join(TERMS)}"
             raise ConfigError(f"drafter.loss.weights.{name}: loss name {name} is unknown: {hint}")
-        if loss.implementation == "fused" and name not in FUSED_TERMS:
+        if loss.implementation != "reference" and name not in FUSED_TERMS:
             raise ConfigError(
-                f"drafter.loss.weights.{name}: the fused implementation has no such term: set "
+                f"drafter.loss.weights.{name}: the {loss.implementation} implementation has no such term: set "
                 f"drafter.loss.implementation=reference"
             )
 
@@ -170,11 +170,17 @@ def _check_lossless(config: SpectrainConfig, command: Command) -> None:
         raise ConfigError(f"suite.lossless_seeds={seeds} compares with no speculation: add none to suite.baselines")
 
 
-def check_attention(drafter: DrafterConfig) -> None:
+def check_training_kernels(drafter: DrafterConfig) -> None:
+    """What was asked for by name runs on this machine."""
     import torch
 
     if drafter.attention == "flex" and not torch.cuda.is_available():
         raise ConfigError("drafter.attention=flex trains on a GPU alone: use auto")
+    if drafter.loss.implementation == "triton":
+        if importlib.util.find_spec("triton") is None:
+            raise ConfigError("drafter.loss.implementation=triton needs Triton, which is not installed: use fused")
+        if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+            raise ConfigError("drafter.loss.implementation=triton trains on a GPU alone: use fused")
 
 
 # --- a folder -----------------------------------------------------------------------------------------------------

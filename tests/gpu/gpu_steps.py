@@ -6,6 +6,7 @@ in tests, tiny.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 
@@ -23,6 +24,7 @@ KINDS = ("eagle3", "peagle", "dflash", "dspark", "dflash2")
 _BLOCKS = ("drafter.block.block_size=8", "drafter.block.anchors=128", "drafter.dspark.markov_rank=32")
 _LARGE_BLOCKS = ("drafter.block.block_size=8", "drafter.block.anchors=512")
 _ROUNDING = 2e-3  # relative, float32 with products in TF32 at most
+_BFLOAT16_ROUNDING = 2e-2  # relative: gradients of logits are rounded once more or less
 _SOLVED_ALIKE = 5e-2  # relative: eigenvectors of float32 sums
 _PLAN_ERROR = 0.3  # relative
 _STEPS, _WARM_UP = 5, 3
@@ -33,11 +35,11 @@ def arguments(kind: str, *more: str, large: bool = False) -> tuple[str, ...]:
     return (f"drafter={kind}", *(blocks if kind.startswith("d") else ()), *more)
 
 
-def large_step(kind: str, device: str) -> TrainingStep:
-    """Of the size that is measured."""
+def large_step(kind: str, device: str, *more: str) -> TrainingStep:
+    """Of the size that is measured; of one kind always with the same weights and text."""
     if device == "cpu":
-        return TrainingStep(arguments(kind))
-    return TrainingStep(arguments(kind, large=True), QWEN3_8B, Text(4096, 4), device)
+        return TrainingStep(arguments(kind, *more))
+    return TrainingStep(arguments(kind, *more, large=True), QWEN3_8B, Text(4096, 4), device)
 
 
 def check_training(device: str) -> Iterator[Row]:
@@ -58,6 +60,28 @@ def check_training(device: str) -> Iterator[Row]:
             for one, other in zip(found, wanted, strict=True)
         )
         yield judged(f"losses of {kind}", worst <= _ROUNDING, f"loss and gradients differ from a CPU's by {worst:.1e}")
+
+
+def check_triton_loss(device: str) -> Iterator[Row]:
+    """Loss and gradients of the Triton kernel against those of the same step without it, and how long a step takes."""
+    for kind in ("eagle3", "dspark"):
+        if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+            yield Row(f"Triton loss of {kind}", SKIPPED, "Triton compiles for a GPU alone")
+            continue
+        steps = [large_step(kind, device, f"drafter.loss.implementation={way}") for way in ("fused", "triton")]
+        plain, kernel = (_loss_and_gradients(step) for step in steps)
+        worst = max(
+            float((one - other).norm() / other.norm().clamp(min=1e-12))
+            for one, other in zip(kernel, plain, strict=True)
+        )
+        seconds = []
+        for step in steps:
+            for _ in range(_WARM_UP):
+                step.run()
+            seconds.append(_seconds(step, device))
+        figure = f"differs from fused by {worst:.1e}, steps take {seconds[1] / seconds[0]:.0%} of its time"
+        yield judged(f"Triton loss of {kind}", worst <= _BFLOAT16_ROUNDING, figure)
+        del steps, step
 
 
 def check_closed_form(device: str) -> Iterator[Row]:

@@ -77,6 +77,20 @@ MUTATIONS = (
         ("tests/unit/test_losses.py",),
     ),
     Mutation(
+        "Triton's sum of exponentials is not rescaled when a larger logit is met",
+        "spectrain/drafters/losses/triton_terms.py",
+        "total_B * tl.exp(top_B - larger_B)",
+        "total_B",
+        ("tests/unit/test_triton_loss.py",),
+    ),
+    Mutation(
+        "Triton's gradient of tv without the mass below the target's",
+        "spectrain/drafters/losses/triton_terms.py",
+        "a += slope * tl.sum(below_B, 0)",
+        "a += slope * 0.0",
+        ("tests/unit/test_triton_loss.py",),
+    ),
+    Mutation(
         "of several processes each caps the text by itself",
         "spectrain/drafters/shared_solving.py",
         "return sum(counts[: self.peers.index]), sum(counts)",

@@ -1,8 +1,8 @@
-"""Losses of drafters: ``reference.py`` says what they are, ``fused.py`` computes them without all logits at once."""
+"""Losses of drafters: ``reference.py`` says what they are, ``fused.py`` computes them without all logits at once, with
+``triton_terms.py`` as a GPU's kernel for a part of it.
+"""
 
 from __future__ import annotations
-
-from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -24,7 +24,11 @@ def student_loss(
         loss: the terms' coefficients, and the implementation.
         num_slots: K of the statistics.
     """
-    return _implementation(loss).student_loss(students, lm_head_DH, teacher, target_U, loss.weights, num_slots)
+    if loss.implementation == "reference":
+        return reference.student_loss(students, lm_head_DH, teacher, target_U, loss.weights, num_slots)
+    return fused.student_loss(
+        students, lm_head_DH, teacher, target_U, loss.weights, num_slots, in_triton=loss.implementation == "triton"
+    )
 
 
 def candidate_loss(
@@ -36,7 +40,8 @@ def candidate_loss(
     ``q_SN``: the target's true mass on them; ``target_S``: which of them is the document's token, -1: none. Returns
     sums and overlaps.
     """
-    return _implementation(loss).candidate_loss(scores_SN, q_SN, target_S, students, loss.weights, num_slots)
+    implementation = reference if loss.implementation == "reference" else fused
+    return implementation.candidate_loss(scores_SN, q_SN, target_S, students, loss.weights, num_slots)
 
 
 def draft_loss(
@@ -54,7 +59,3 @@ def draft_loss(
         counts_U=[k] * u,
     )
     return student_loss(students, lm_head_DH, teacher, target_U, loss, k).sums
-
-
-def _implementation(loss: LossConfig) -> ModuleType:
-    return reference if loss.implementation == "reference" else fused

@@ -8,7 +8,8 @@ Forward and backward together are three products per student (logits, d hidden, 
 only one chunk of logits is alive. What follows the products goes through memory in tiles that a processor's cache
 holds.
 
-The terms themselves are in ``terms.py``, their plain version in ``reference.py``.
+The terms themselves are in ``terms.py``, as a kernel for GPUs in ``triton_terms.py``, their plain version in
+``reference.py``.
 
 Legend: U teacher positions, S students (ragged: every teacher has at least one), K slots or steps, H hidden, D draft
 vocabulary, r rank of a bias, N candidates, C teachers and R students of a chunk, c teachers of a tile with k students
@@ -17,7 +18,7 @@ each.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -39,6 +40,7 @@ from spectrain.drafters.losses.students import (
 from spectrain.drafters.losses.terms import FUSED_TERMS, Outcome, TeacherProbs, terms_and_gradient
 from spectrain.target.cpu_kernels import linear
 
+TileTerms = Callable[[Tensor, TeacherProbs, Tensor, Tensor, dict[str, float], Outcome], Tensor]
 _TILE_BYTES = 2 << 20  # of student logits on a CPU: a few times this must fit into a cache
 
 
@@ -49,9 +51,10 @@ def student_loss(
     target_U: Tensor,
     loss_weights: dict[str, float],
     num_slots: int,
+    in_triton: bool = False,
 ) -> StudentLoss:
     """Loss of any number of students per teacher position; arguments as in ``draft_loss``. ``num_slots``: K of the
-    statistics.
+    statistics. ``in_triton``: what follows the products is Triton's kernel.
     """
     bias = students.bias
     inputs = (students.hidden_SH, lm_head_DH, *((None, None) if bias is None else (bias.rows, bias.matrix_Dr)))
@@ -59,7 +62,7 @@ def student_loss(
         not torch.is_grad_enabled()
     ):  # an autograd function would make gradients even then, which is two thirds of its work
         inputs = tuple(None if x is None else x.detach() for x in inputs)
-    loss, terms_5S, *found = _DraftLoss.apply(*inputs, students, teacher, target_U, loss_weights)
+    loss, terms_5S, *found = _DraftLoss.apply(*inputs, students, teacher, target_U, loss_weights, in_triton)
     sums = _sums(loss, terms_5S, students.weight_S, students.slot_S, loss_weights, num_slots)
     return StudentLoss(sums, *found)
 
@@ -108,11 +111,13 @@ class _DraftLoss(torch.autograd.Function):
         teacher: Teacher,
         target_U: Tensor,
         loss_weights: dict[str, float],
+        in_triton: bool,
     ) -> tuple[Tensor, ...]:
         device = hidden_SH.device.type
         # Under autocast the products run in its dtype, softmaxes and sums in float32.
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_SH.dtype
         accumulate = torch.float64 if hidden_SH.dtype == torch.float64 else torch.float32
+        terms, tile_dtype = _terms_of_tiles(in_triton, accumulate, dtype)
         inputs = (hidden_SH, lm_head_DH, bias_rows, bias_Dr)
         gradients = [
             torch.zeros(x.shape, dtype=dtype, device=x.device) if x is not None and need else None
@@ -126,11 +131,11 @@ class _DraftLoss(torch.autograd.Function):
                 probs = TeacherProbs.of(
                     teacher.log_probs(chunk.teachers).to(accumulate).exp_(), bool(loss_weights.get("kl"))
                 )
-                logits_RD = products.logits(chunk.students, students.bias).to(accumulate)
+                logits_RD = products.logits(chunk.students, students.bias).to(tile_dtype)
                 bias_CD = products.shared_bias(chunk.teachers, students.bias)
                 target_C = target_U[chunk.teachers]
                 for tile in chunk.tiles(lm_head_DH):
-                    loss += _tile_loss(logits_RD, bias_CD, probs, target_C, findings, chunk, tile, loss_weights)
+                    loss += _tile_loss(terms, logits_RD, bias_CD, probs, target_C, findings, chunk, tile, loss_weights)
                 products.add_gradients(
                     chunk, logits_RD.to(dtype), None if bias_CD is None else bias_CD.to(dtype), students.bias
                 )
@@ -148,7 +153,7 @@ class _DraftLoss(torch.autograd.Function):
             None if g is None else (g * d_loss).to(dtype)
             for g, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
-        return *out, None, None, None, None
+        return *out, None, None, None, None, None
 
 
 @dataclass(frozen=True)
@@ -259,7 +264,17 @@ class _Findings:
             self.candidate_q_SN[rows] = probs.q_cD[:, None].expand_as(logits_ckD).gather(-1, top_ckN).flatten(0, 1)
 
 
+def _terms_of_tiles(in_triton: bool, accumulate: torch.dtype, products: torch.dtype) -> tuple[TileTerms, torch.dtype]:
+    """Who computes the terms, and the dtype of the logits that it reads: Triton's kernel converts as it reads."""
+    if not in_triton:
+        return terms_and_gradient, accumulate
+    from spectrain.drafters.losses import triton_terms
+
+    return triton_terms.terms_and_gradient, products
+
+
 def _tile_loss(
+    terms: TileTerms,
     logits_RD: Tensor,
     bias_CD: Tensor | None,
     probs: TeacherProbs,
@@ -279,9 +294,7 @@ def _tile_loss(
     probs = probs[tile.teachers]
     findings.note_candidates(own, logits_ckD, probs)
     weight_ck = findings.weight_S[own].view(-1, tile.k)
-    loss = terms_and_gradient(
-        logits_ckD, probs, target_C[tile.teachers], weight_ck, loss_weights, findings.of(own, tile.k)
-    )
+    loss = terms(logits_ckD, probs, target_C[tile.teachers], weight_ck, loss_weights, findings.of(own, tile.k))
     if bias_CD is not None:
         bias_CD[tile.teachers] = logits_ckD.sum(1).to(bias_CD.dtype)
     return loss
