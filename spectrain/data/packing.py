@@ -86,6 +86,15 @@ class PackedBatch:
         """
         return self._each(Tensor.pin_memory)
 
+    def used_on(self, stream: torch.cuda.Stream) -> None:
+        """``stream`` reads it: its memory is not another tensor's before that has ended, whoever made it."""
+
+        def used(tensor: Tensor) -> Tensor:
+            tensor.record_stream(stream)
+            return tensor
+
+        self._each(used)
+
     def _each(self, change: Callable[[Tensor], Tensor]) -> PackedBatch:
         changed: dict[str, Any] = {
             name: change(value) for name, value in vars(self).items() if isinstance(value, Tensor)

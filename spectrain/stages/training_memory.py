@@ -123,7 +123,8 @@ def rank_memory(
         "gathered layers": gathered,
         "embedding and head": float(size.head_bytes)
         * (size.head_entries + size.draft_vocab * size.layer.hidden_size * size.owns_head),
-        "hidden states": _batch_bytes(size, training),
+        # On a GPU the next batch is copied meanwhile.
+        "hidden states": _batch_bytes(size, training) * (2 if training.accelerator else 1),
     }
     return RankMemory(
         lasting=lasting,

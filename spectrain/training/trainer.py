@@ -30,6 +30,7 @@ from accelerate import Accelerator
 from spectrain import signals
 from spectrain.config.schema import SpectrainConfig
 from spectrain.console import ProgressBar, say
+from spectrain.data.device_copies import DeviceBatches
 from spectrain.data.hidden_states import HiddenStateSource
 from spectrain.data.loader import BatchLoader, BatchRequest
 from spectrain.data.packing import Draw, PackedBatch
@@ -171,7 +172,7 @@ class Trainer:
             total, int(self.best["step"]), self.best["acceptance_length"], self.last_loss, time.monotonic() - started
         )
 
-    def _batches(self, first: int) -> BatchLoader:
+    def _batches(self, first: int) -> DeviceBatches:
         """Micro-batches of this rank from step ``first`` to the last one."""
         options, device = self.config.trainer, self.accelerator.device
         workers = options.loader_workers
@@ -179,7 +180,8 @@ class Trainer:
             workers = 0 if device.type == "cpu" else _DEVICE_WORKERS
         if first >= self.sampler.total_steps:
             workers = 0  # nothing is left to do
-        return BatchLoader(self.source, self._requests(first), device, workers, options.prefetch_batches)
+        loader = BatchLoader(self.source, self._requests(first), device, workers, options.prefetch_batches)
+        return DeviceBatches(loader, device)
 
     def _requests(self, first: int) -> Iterator[BatchRequest]:
         options = self.config.trainer
@@ -191,7 +193,7 @@ class Trainer:
                 draw = Draw(options.seed, step, numbers, options.packed_length)
                 yield BatchRequest(numbers, options.packed_length, draw)
 
-    def _step(self, step: int, batches: BatchLoader) -> Step:
+    def _step(self, step: int, batches: DeviceBatches) -> Step:
         """Gradients of one global batch, checked, then one optimiser step and its line of metrics."""
         started, waited_s = time.monotonic(), batches.waited_s
         micro_batches, gathered = self.sampler[step].micro_batches, StepSums()
@@ -199,6 +201,7 @@ class Trainer:
             for number, documents in enumerate(micro_batches):
                 is_last = number == len(micro_batches) - 1
                 self._backward(next(batches), gathered, counts=bool(documents), is_last=is_last)
+                batches.copy_next()
         device_sums = gathered.over_ranks(self.accelerator)
         sums, norm = device_sums.read(self.strategy.clip(device_sums.weight))
         self._check(step, sums)
@@ -223,7 +226,6 @@ class Trainer:
 
     def _backward(self, batch: PackedBatch, sums: StepSums, counts: bool, is_last: bool) -> None:
         device = self.accelerator.device
-        batch = batch.to(device)
         precision = self.config.trainer.precision_on(device.type != "cpu")
         with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16"):
             losses = self.strategy.losses(batch)

@@ -6,6 +6,7 @@ from gpu_commands import check_ranks, check_served
 from gpu_kernels import check_attention, check_graphs
 from gpu_steps import (
     check_closed_form,
+    check_copies,
     check_memory,
     check_speed,
     check_synchronisations,
@@ -19,6 +20,7 @@ CHECKS: tuple[tuple[str, Check], ...] = (
     ("graphs", check_graphs),
     ("training", check_training),
     ("Triton loss", check_triton_loss),
+    ("copies", check_copies),
     ("closed form", check_closed_form),
     ("synchronisations", check_synchronisations),
     ("speed", check_speed),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from typing import cast
 
 import torch
 from gpu_table import SKIPPED, Row, judged
@@ -18,6 +19,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from training_step import QWEN3_8B, Text, TrainingStep
 
 from spectrain.config.plan_schema import DEVICES
+from spectrain.data.device_copies import DeviceBatches
+from spectrain.data.loader import BatchLoader
+from spectrain.data.packing import PackedBatch
 from spectrain.stages.closed_form import solve_on
 
 KINDS = ("eagle3", "peagle", "dflash", "dspark", "dflash2")
@@ -60,6 +64,45 @@ def check_training(device: str) -> Iterator[Row]:
             for one, other in zip(found, wanted, strict=True)
         )
         yield judged(f"losses of {kind}", worst <= _ROUNDING, f"loss and gradients differ from a CPU's by {worst:.1e}")
+
+
+def check_copies(device: str) -> Iterator[Row]:
+    """Batches copied ahead of a busy device are those that were read."""
+    where, taps = torch.device(device), (4096, 4, 4096) if device == "cuda" else (64, 4, 32)
+    work = torch.randn(taps[2], taps[2], device=device)
+
+    def batches() -> list[PackedBatch]:
+        made = [TrainingStep(arguments("eagle3"), text=Text(taps[0], 4)).batch for _ in range(4)]
+        for number, batch in enumerate(made):
+            batch.taps_TAH = torch.full(taps, float(number), dtype=torch.bfloat16)
+        return [batch.pin_memory() if device == "cuda" else batch for batch in made]
+
+    sums = []
+    with DeviceBatches(cast(BatchLoader, _Given(batches())), where) as ahead:
+        for batch in ahead:
+            for _ in range(20):
+                work = (work @ work).clamp(-1, 1)
+            sums.append(batch.taps_TAH.float().mean())
+            del batch
+            ahead.copy_next()
+    found = [float(total) for total in sums]
+    yield judged("batches copied ahead", found == [0.0, 1.0, 2.0, 3.0], f"means of four batches: {found}")
+
+
+class _Given:
+    """A loader of what is there."""
+
+    waited_s = 0.0
+
+    def __init__(self, batches: list[PackedBatch]) -> None:
+        self._batches = iter(batches)
+
+    def __next__(self) -> PackedBatch:
+        return next(self._batches)
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
 
 
 def check_triton_loss(device: str) -> Iterator[Row]:

@@ -12,6 +12,20 @@ SETS = "tests/unit/test_data_sets.py"
 
 MUTATIONS = (
     Mutation(
+        "a batch is read before its copy has ended",
+        DATA + "device_copies.py",
+        "computing.wait_stream(self._stream)",
+        "pass",
+        ("tests/unit/test_device_copies.py",),
+    ),
+    Mutation(
+        "batches are copied when they are needed, not ahead",
+        "spectrain/training/trainer.py",
+        "                batches.copy_next()\n",
+        "",
+        ("tests/unit/test_device_copies.py",),
+    ),
+    Mutation(
         "positions run on through a row",
         DATA + "packing.py",
         "position_ids_T=torch.cat([torch.arange(n) for n in lengths.tolist()])",

@@ -35,9 +35,11 @@ def test_without_a_gpu_it_says_so_in_one_line(gpu_check: ModuleType, capsys: pyt
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.slow
 def test_the_checks_of_steps_pass_on_a_cpu(gpu_check: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    assert gpu_check.main(["--device", "cpu", "--only", "graphs", "training", "synchronisations", "memory"]) == 0
+    assert (
+        gpu_check.main(["--device", "cpu", "--only", "graphs", "training", "copies", "synchronisations", "memory"]) == 0
+    )
     rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")][1:]
-    assert [row[1] for row in rows] == ["ok"] * 16
+    assert [row[1] for row in rows] == ["ok"] * 17
     assert [row[0] for row in rows][1:6] == [
         f"| losses of {kind}" for kind in ("eagle3", "peagle", "dflash", "dspark", "dflash2")
     ]
