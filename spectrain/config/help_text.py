@@ -9,6 +9,7 @@ import dataclasses
 import inspect
 import textwrap
 import typing
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from spectrain.errors import ConfigError
 
 _WIDTH = 100
 _TYPE_COLUMN = 46
+_MOST_OPTIONS = 40  # of a group on its line of a command's help
 
 
 def overview() -> str:
@@ -214,7 +216,16 @@ def _section_help(name: str) -> str:
 
 
 def _group_line(group: str) -> str:
-    return f"{group + '=':<16}{', '.join(group_options(group))}"
+    """Its options; where there are very many, those that begin alike as one: ``eagle3_… (20)``."""
+    names = list(group_options(group))
+    if len(names) <= _MOST_OPTIONS:
+        return f"{group + '=':<16}{', '.join(names)}"
+    alike = Counter(name.partition("_")[0] for name in names)
+    shown = [
+        f"{kind}_… ({count})" if count > 1 else next(name for name in names if name.partition("_")[0] == kind)
+        for kind, count in alike.items()
+    ]
+    return f"{group + '=':<16}{', '.join(shown)}: spectrain help {group}"
 
 
 def _group_help(group: str) -> str:
