@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 import textwrap
 import typing
 from collections import Counter
@@ -239,14 +240,22 @@ def _group_help(group: str) -> str:
 
 
 def first_comment(file: Path) -> str:
-    """What a YAML file says of itself: its first comment that is no directive to Hydra."""
+    """What a YAML file says of itself: the first line of its comment that is no directive to Hydra, and the end of a
+    sentence that runs on into the next lines.
+    """
+    comment: list[str] = []
     for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
         text = line.removeprefix("#").strip()
-        if not line.startswith("#"):
+        if not line.startswith("#") or (comment and (not text or not text[0].islower())):
             break
-        if text and not text.startswith("@"):
-            return text
-    return ""
+        if not text or text.startswith("@"):
+            continue
+        if comment:
+            text = re.split(r"(?<=\.)\s", text, maxsplit=1)[0]
+        comment.append(text)
+        if text.endswith("."):
+            break
+    return " ".join(comment)
 
 
 # --- lines ---------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 from spectrain import cli
 from spectrain.config.commands import COMMANDS, PIPELINE
 from spectrain.config.folders import GROUP_FOLDERS, group_options
-from spectrain.config.help_text import command_help, example_of, explain, help_of, overview
+from spectrain.config.help_text import command_help, example_of, explain, first_comment, help_of, overview
 from spectrain.config.loading import compose
 from spectrain.config.overrides import all_keys, sections
 from spectrain.errors import ConfigError, RunError
@@ -68,6 +68,21 @@ def test_help_of_a_command_shows_groups_options_keys_and_an_example(capsys, entr
     assert all(option.flag in out for option in entry.options)
     examples = {f"  {example}" for example in entry.examples}  # can be pasted as they are
     assert max(len(line) for line in out.splitlines() if line not in examples) <= 100
+
+
+@pytest.mark.parametrize(
+    ("comment", "said"),
+    [
+        ("# @package _global_\n#\n# One. Two.\n# Three.\nkey: 1", "One. Two."),
+        ("# A sentence that\n# runs on. Another\n# one.", "A sentence that runs on."),
+        ("# A name: ORG/NAME\n# Another sentence.", "A name: ORG/NAME"),
+        ("# It runs on\n\n# elsewhere.", "It runs on"),
+        ("key: 1\n# Too late.", ""),
+    ],
+)
+def test_an_option_is_explained_by_a_whole_sentence(tmp_path, comment, said):
+    (tmp_path / "option.yaml").write_text(comment)
+    assert first_comment(tmp_path / "option.yaml") == said
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
