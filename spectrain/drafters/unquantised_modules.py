@@ -3,12 +3,12 @@
 
 Which key a scheme reads, and how it compares, is that of vLLM's ``model_executor/layers/quantization``:
 
-    fp8, mxfp8, compressed-tensors, ModelOpt, Quark    a list of modules
-    AWQ              a list of parts of names; without one vLLM goes by the checkpoint's tensors, so the list that is
-                     begun here has all of the target's modules in 16 bits
-    GPTQ             a rule of ``dynamic`` that leaves out what it matches (``-:``); the first one that matches counts
-    auto-round       an entry of ``extra_config`` with 16 bits
-    MXFP4            leaves all but experts alone, and no experts
+    fp8, MXFP8, compressed-tensors, ModelOpt, Quark    a list of modules
+    AWQ           a list of parts of names; without one vLLM goes by the checkpoint's tensors, so the list that is begun
+                  here has all of the target's modules in 16 bits
+    GPTQ          a rule of ``dynamic`` that leaves out what it matches (``-:``); the first one that matches counts
+    auto-round    an entry of ``extra_config`` with 16 bits
+    MXFP4         leaves all but experts alone, and no experts
 
 A scheme that is not here is refused by name.
 """
@@ -94,8 +94,13 @@ def _changed(fields: Mapping[str, Any], folder: Path, modules: ServedModules) ->
         return _modelopt(fields, folder, modules)
     if method not in _LISTS:
         raise _no_list(fields, folder)
-    begun = [] if method != "awq" or fields.get("modules_to_not_convert") else _in_full(folder)
-    return _listed(fields, method, [*begun, *modules.names, *(modules.stacks if method == "awq" else ())])
+    names = list(modules.names)
+    if method == "awq":
+        names += modules.stacks
+        names = names if fields.get("modules_to_not_convert") else [*_in_full(folder), *names]
+    if method == "compressed-tensors":  # vLLM asks for the matrices of an expert, though they are stored in stacks
+        names += [f"re:{re.escape(one)}\\..*" for one in modules.stacks if one in modules.names]
+    return _listed(fields, method, names)
 
 
 def _modelopt(fields: Mapping[str, Any], folder: Path, modules: ServedModules) -> dict[str, Any]:
