@@ -120,7 +120,7 @@ def test_a_head_is_what_its_codes_stand_for(scheme: str, qwen: Path, tmp_path: P
     ],
 )
 def test_a_tuned_head_is_written_in_full_without_its_codes(scheme: str, key: str, qwen: Path, tmp_path: Path) -> None:
-    """That vLLM understands what is written there says ``tests/vllm/test_unquantised_modules.py``."""
+    """That vLLM understands what is written there says ``tests/vllm/test_unquantised_in_vllm.py``."""
     names = head_matrices(qwen, "mtp.")
     folder, values = with_packed(qwen, tmp_path / "q", scheme, names)
     target = MtpTarget("qwen3_5_text", folder, torch.float32)

@@ -54,7 +54,7 @@ from spectrain.drafters.overlay import SECTION, Overlay, target_config
 from spectrain.drafters.unquantised_modules import ServedModules, leave_unquantised
 from spectrain.errors import ConfigError, InputError
 from spectrain.target.checkpoint import CheckpointReader
-from spectrain.target.families import FAMILIES
+from spectrain.target.families import family_of
 from spectrain.target.head import TargetHead
 from spectrain.target.mtp_heads import MTP_HEADS, mtp_family
 from spectrain.target.spec import TargetSpec
@@ -178,7 +178,7 @@ class MtpMethod(AutoregressiveMethod):
         with torch.device("meta"):
             state = MtpBody(shape).state_dict()
         if config.init == LAST_LAYER:
-            read_last_layer(state, spec, FAMILIES[spec.model_type], reader)
+            read_last_layer(state, spec, family_of(spec.model_type), reader)
         else:
             read_native(state, shape, reader)
         stacked = has_stacked_experts(reader.reader.names, shape.head, shape.target_layers)

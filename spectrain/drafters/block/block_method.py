@@ -36,7 +36,7 @@ from spectrain.drafters.registry import Corpus, DrafterMethod
 from spectrain.drafters.training_cost import BatchSize, CorpusSize, TrainingCost, TrainingRows
 from spectrain.errors import ConfigError
 from spectrain.target.checkpoint import CheckpointReader
-from spectrain.target.families import FAMILIES, Family
+from spectrain.target.families import Family, family_of
 from spectrain.target.head import TargetHead
 from spectrain.target.packed_weights import ShapesReader
 from spectrain.target.spec import TargetSpec
@@ -133,7 +133,7 @@ class BlockMethod(DrafterMethod):
                 layer.post_attention_layernorm.weight.copy_(gain.float() + offset)
 
     def check_copies(self, config: DrafterConfig, spec: TargetSpec, folder: Path) -> None:
-        for _ in self._copied(FAMILIES[spec.model_type], spec, ShapesReader(folder), config.num_layers):
+        for _ in self._copied(family_of(spec.model_type), spec, ShapesReader(folder), config.num_layers):
             pass
 
     def _copied(
