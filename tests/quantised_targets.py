@@ -177,7 +177,7 @@ def _groups_of_32(weight_NK: Tensor) -> Tensor:
 
 
 def gptq_32(weight_NK: Tensor) -> Encoded:
-    """GPTQ as vLLM computes it: groups of 32, the zero point in the middle. ``gptq`` is for what looks at names alone."""
+    """GPTQ as vLLM computes it: groups of 32, the zero point in the middle. ``gptq`` is for those who read names."""
     n, k = weight_NK.shape
     grouped = _groups_of_32(weight_NK)
     scale_NG1 = (grouped.abs().amax(-1, keepdim=True) / 7).half().float()
