@@ -171,6 +171,42 @@ def awq(weight_NK: Tensor) -> Encoded:
     return tensors | {"scales": torch.ones(k // GROUP, n, dtype=torch.float16)}, weight_NK
 
 
+def _groups_of_32(weight_NK: Tensor) -> Tensor:
+    n, k = weight_NK.shape
+    return weight_NK.view(n, k // 32, 32)
+
+
+def gptq_32(weight_NK: Tensor) -> Encoded:
+    """GPTQ as vLLM computes it: groups of 32, the zero point in the middle. ``gptq`` is for those who read names."""
+    n, k = weight_NK.shape
+    grouped = _groups_of_32(weight_NK)
+    scale_NG1 = (grouped.abs().amax(-1, keepdim=True) / 7).half().float()
+    codes = (grouped / scale_NG1).round().clamp(-8, 7)
+    tensors = {
+        "qweight": _pack((codes + 8).view(n, k)).T,
+        "scales": scale_NG1[..., 0].half().T,
+        "qzeros": _pack(torch.full((k // 32, n), 7)),  # one less than the zero point
+        "g_idx": (torch.arange(k) // 32).int(),
+    }
+    return tensors, (codes * scale_NG1).view(n, k)
+
+
+def awq_32(weight_NK: Tensor) -> Encoded:
+    """AWQ as vLLM computes it: groups of 32 with zero points, outputs of a word in the order 0, 2, 4, 6, 1, 3, 5, 7."""
+    n, k = weight_NK.shape
+    grouped, order = _groups_of_32(weight_NK), [0, 2, 4, 6, 1, 3, 5, 7]
+    low, high = grouped.amin(-1, keepdim=True).clamp(max=0), grouped.amax(-1, keepdim=True).clamp(min=0)
+    scale_NG1 = ((high - low) / 15).half().float()
+    zero_NG1 = (-low / scale_NG1).round().clamp(0, 15)
+    codes = (grouped / scale_NG1 + zero_NG1).round().clamp(0, 15)
+    tensors = {
+        "qweight": _pack(codes.view(n, k).T.reshape(k, n // 8, 8)[..., order].reshape(k, n)),
+        "qzeros": _pack(zero_NG1[..., 0].T.reshape(k // 32, n // 8, 8)[..., order].reshape(k // 32, n)),
+        "scales": scale_NG1[..., 0].half().T,
+    }
+    return tensors, ((codes - zero_NG1) * scale_NG1).view(n, k)
+
+
 def bnb_int8(weight_NK: Tensor) -> Encoded:
     codes = (weight_NK / weight_NK.abs().amax(1, keepdim=True) * 127).round().to(torch.int8)
     return {"weight": codes, "SCB": weight_NK.abs().amax(1)}, weight_NK
@@ -286,6 +322,8 @@ FORMATS: dict[str, tuple[Callable[[Tensor], Encoded], dict[str, Any]]] = {
     "modelopt mxfp8": (modelopt_mxfp8, {**_MODELOPT, "quant_algo": "MXFP8"}),
     "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True}),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}),
+    "gptq 32": (gptq_32, {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}),
+    "awq 32": (awq_32, {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}),
     "bitsandbytes int8": (bnb_int8, {"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False}),
     "bitsandbytes nf4": (
         bnb_nf4,

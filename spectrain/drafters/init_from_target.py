@@ -8,7 +8,7 @@ Least squares from sums: what the closed-form initialisations are solved with. S
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Collection
 
 import torch
 from torch import Tensor, nn
@@ -16,29 +16,41 @@ from torch import Tensor, nn
 from spectrain.drafters.drafter import Drafter
 from spectrain.drafters.shared_solving import SharedText
 from spectrain.target.checkpoint import CheckpointReader
+from spectrain.target.families import Family
 from spectrain.target.head import TargetHead
-from spectrain.target.quantization import Quantization, full_precision
+from spectrain.target.packed_weights import is_stored, read_weight
+from spectrain.target.quantization import Quantization
 
 # The norm in front of a layer's MLP: Gemma's has a name of its own, and its post_attention_layernorm is something else.
 MLP_NORMS = ("pre_feedforward_layernorm.weight", "post_attention_layernorm.weight")
+# What is copied together or not at all, by its names in a layer and in the drafter's.
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
+_GROUPS = {"self_attn": ATTENTION, "mlp": MLP}
+_NORMS = {
+    "self_attn": ("input_layernorm.weight", "self_attn.q_norm.weight", "self_attn.k_norm.weight"),
+    "mlp": MLP_NORMS,
+}
 
 
 def read_layer(
-    head: TargetHead, folder: Path, index: int, parts: tuple[str, ...], quantization: Quantization | None
+    family: Family, reader: CheckpointReader, index: int, parts: Collection[str], quantization: Quantization | None
 ) -> dict[str, Tensor]:
-    """Tensors of layer ``index`` whose names inside the layer begin with one of ``parts``; empty where the checkpoint
-    has other names. Quantised ones are dequantised, or left out where that is not known how.
+    """Weights of layer ``index`` by their names inside the layer: of its ``parts`` (self_attn, mlp), with their norms.
+    A part that the checkpoint has under other names is left out. InputError for what is quantised in a way that is not
+    read.
     """
-    reader = CheckpointReader(folder)
-    family = head.math.family
-    for prefix in family.prefixes:
-        start = f"{prefix}{family.layers}.{index}."
-        names = [name for name in reader.names if name.startswith(tuple(f"{start}{part}" for part in parts))]
-        if names:
-            wanted = [name for name in names if name.endswith("weight") and ".experts." not in name]
-            found = {name.removeprefix(start): full_precision(reader, name, quantization) for name in wanted}
-            return {name: tensor for name, tensor in found.items() if tensor is not None}
-    return {}
+    prefixes = (f"{prefix}{family.layers}.{index}." for prefix in family.prefixes)
+    start = next((one for one in prefixes if any(name.startswith(one) for name in reader.names)), None)
+    if start is None:
+        return {}
+    wanted = [name for part in parts for name in _NORMS[part] if start + name in reader.names]
+    for part in parts:
+        matrices = [f"{part}.{name}.weight" for name in _GROUPS[part]]
+        if all(is_stored(reader.names, start + name) for name in matrices):
+            wanted += matrices
+    remedy = "use a checkpoint whose layers have 16 bits, or drafter.init=random, which copies none of them"
+    return {name: read_weight(reader, start + name, quantization, remedy) for name in wanted}
 
 
 def mlp_norm(layer: dict[str, Tensor]) -> Tensor | None:

@@ -40,8 +40,6 @@ _SINGLE_LINK = (
 )
 _CONFIG = "config.json"
 _BLOB = re.compile("[0-9a-f]{64}")  # the Hub's cache calls a large file by its sha256
-# Scheme -> names under which quantization_config lists what it leaves alone; the last is taken where none is there.
-_LISTS = {"fp8": ("ignored_layers", "modules_to_not_convert"), "compressed-tensors": ("ignore",)}
 _NEVER_LINKED = (".git", ".gitattributes", ".cache", "README.md")
 
 
@@ -132,29 +130,6 @@ def _write_kept(path: Path, names: set[str], into: Path) -> None:
 def target_config(folder: Path) -> dict[str, Any]:
     """config.json of the target as it is, without what an overlay adds."""
     return {name: value for name, value in read_json(folder / _CONFIG).items() if name != "spectrain"}
-
-
-def lists_unquantised(config: Mapping[str, Any]) -> bool:
-    """Whether a target is quantised by a scheme that lists what it leaves alone."""
-    return str((config.get("quantization_config") or {}).get("quant_method")) in _LISTS
-
-
-def leave_unquantised(config: dict[str, Any], modules: Iterable[str], where: str) -> dict[str, Any]:
-    """A target's configuration with ``modules`` among those that its quantisation leaves alone. InputError for a
-    scheme whose list of them is not known.
-    """
-    fields = config.get("quantization_config") or {}
-    method = str(fields.get("quant_method"))
-    lists = _LISTS.get(method)
-    if lists is None:
-        raise InputError(
-            f"the multi-token-prediction head in {where} is quantised by {method}: how a tuned head is left "
-            f"unquantised there is not known; use a checkpoint whose head has 16 bits"
-        )
-    name = next((one for one in lists if fields.get(one)), lists[-1])
-    listed = [*(fields.get(name) or [])]
-    listed += [module for module in modules if module not in listed]
-    return {**config, "quantization_config": {**fields, name: listed}}
 
 
 def recorded_files(folder: Path) -> dict[str, Any]:

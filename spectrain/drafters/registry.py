@@ -117,6 +117,9 @@ class DrafterMethod:
     def copy_from_target(self, drafter: Any, spec: TargetSpec, head: TargetHead, folder: Path) -> None:
         """Copy what a fresh drafter can use of the target, beyond rows of its head (``drafter.init=target``)."""
 
+    def check_copies(self, config: DrafterConfig, spec: TargetSpec, folder: Path) -> None:
+        """InputError for a target whose weights ``copy_from_target`` would refuse; reads next to nothing of them."""
+
     def training_cost(
         self, config: DrafterConfig, trainer: TrainerConfig, entries: Mapping[str, int], corpus: CorpusSize
     ) -> TrainingCost:

@@ -204,6 +204,7 @@ def _check_checkpoint(context: Context, folder: Path) -> None:
 
     vLLM fuses matrices as it loads them, and does not notice where a part of one is missing.
     """
+    from spectrain.drafters.registry import find_method
     from spectrain.target.head import check_head
     from spectrain.target.model import CannotLoadError, check_weights
 
@@ -215,6 +216,9 @@ def _check_checkpoint(context: Context, folder: Path) -> None:
             check_weights(folder, replace(target, attn_implementation="eager"))
     if "capture" in context.command.stages or context.command.needs_drafter:
         check_head(folder, target.trust_remote_code)
+    drafter = context.config.drafter
+    if context.command.trains and drafter.path is None and drafter.init != "random":
+        find_method(drafter.method).check_copies(drafter, context.spec, folder)
 
 
 # --- the configuration alone ---------------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ safetensors are read: a pickle can run code.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,20 @@ class CheckpointReader:
         self.folder = Path(folder)
         self._files = self._read_index() if (self.folder / INDEX_FILE).is_file() else self._scan()
 
-    @property
+    @cached_property
     def names(self) -> frozenset[str]:
         return frozenset(self._files)
+
+    def of_module(self, module: str) -> Sequence[str]:
+        """The names of a module's own tensors."""
+        return self._by_module.get(module, ())
+
+    @cached_property
+    def _by_module(self) -> Mapping[str, Sequence[str]]:
+        found: dict[str, list[str]] = {}
+        for name in self._files:
+            found.setdefault(name.rpartition(".")[0], []).append(name)
+        return found
 
     def located(self) -> Iterator[tuple[str, Path]]:
         """(name, file) of every tensor."""

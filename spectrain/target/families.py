@@ -152,18 +152,24 @@ def at_least_float32(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+def family_of(model_type: str) -> Family:
+    """``InputError`` for a family that nothing is known of."""
+    family = FAMILIES.get(model_type)
+    if family is None:
+        raise InputError(
+            f"target of model type {model_type!r}: its norm gain, logit scale, soft-cap and embedding scale are "
+            f"not known and never "
+            "guessed; add an entry to FAMILIES in spectrain/target/families.py (the top of that file says how)"
+        )
+    return family
+
+
 def head_math(hf_config: Any) -> HeadMath:
     """Looks the target's family up and reads its numbers; ``InputError`` for a family or a scaling field that nothing
     is known of.
     """
     text = hf_config.get_text_config(decoder=True)
-    family = FAMILIES.get(text.model_type)
-    if family is None:
-        raise InputError(
-            f"target of model type {text.model_type!r}: its norm gain, logit scale, soft-cap and embedding scale are "
-            f"not known and never "
-            "guessed; add an entry to FAMILIES in spectrain/target/families.py (the top of that file says how)"
-        )
+    family = family_of(text.model_type)
     _reject_unread_scaling(text, family)
     scale = _number(text, family.logit_multiplier, 1.0) / _number(text, family.logit_divisor, 1.0)
     embed_scale = text.hidden_size**0.5 if family.embed_scale == SQRT_HIDDEN else _number(text, family.embed_scale, 1.0)

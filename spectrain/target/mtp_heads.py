@@ -11,11 +11,12 @@ To add a family: an entry of ``MTP_HEADS``, and a case in ``tests/equivalence/te
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from spectrain.errors import ConfigError, InputError
+from spectrain.target.packed_weights import is_stored
 
 _INDEXER = ".self_attn.indexer."
 
@@ -61,13 +62,18 @@ class MtpHead:
         """Whether a tensor of the layer is neither trained nor written: of an indexer."""
         return bool(self.selects) and _INDEXER in name
 
+    @property
+    def kept_part(self) -> str:
+        """Below the prefix, the beginning of names of what ``stays``; empty: nothing does."""
+        return f"{self.layer}{_INDEXER.removeprefix('.')}" if self.selects else ""
+
     def start(self, num_layers: int) -> str:
         """What the names of all its tensors begin with."""
         return self.prefix.format(N=num_layers)
 
-    def found_in(self, names: Iterable[str], num_layers: int) -> bool:
-        """Whether a checkpoint with tensors of these names has such a head."""
-        return f"{self.start(num_layers)}{self.projection}.weight" in names
+    def found_in(self, names: Collection[str], num_layers: int) -> bool:
+        """Whether a checkpoint with tensors of these names has such a head, packed or not."""
+        return is_stored(names, f"{self.start(num_layers)}{self.projection}.weight")
 
 
 _QWEN = MtpHead(
@@ -133,7 +139,7 @@ def mtp_family(model_type: str, architectures: Iterable[str]) -> str:
     )
 
 
-def require_head(family: str, names: Iterable[str], num_layers: int, where: str) -> None:
+def require_head(family: str, names: Collection[str], num_layers: int, where: str) -> None:
     """InputError if the checkpoint has no head to tune. ``where``: its folder."""
     head = MTP_HEADS[family]
     if not head.found_in(names, num_layers):

@@ -1,5 +1,8 @@
-"""Single matrices whose codes share words, in full precision: packed integers (compressed-tensors, GPTQ, AWQ) and
-four-bit floats (ModelOpt, compressed-tensors), with a scale for each group of a row.
+"""Single tensors of a checkpoint in full precision, whatever they are stored in: ``read_weight`` is what all copies of
+a target's weights go through (its head, layers that a drafter begins with, heads that draft).
+
+Matrices whose codes share words are read here: packed integers (compressed-tensors, GPTQ, AWQ) and four-bit floats
+(ModelOpt, compressed-tensors), with a scale for each group of a row.
 
 Only what is written down here is read. A scheme that has more (zero points of GPTQ, another order of columns, a matrix
 that inputs are multiplied by) is refused by its name: half of it would give weights that look right and are not.
@@ -18,13 +21,18 @@ from spectrain.errors import InputError
 from spectrain.target.checkpoint import CheckpointReader
 from spectrain.target.quantization import Quantization, full_precision, power_of_two
 
-# What lies beside the codes of a matrix, by their name; scales of activations do not change weights.
-_ACTIVATIONS = frozenset({"input_scale", "input_global_scale"})
+# What lies beside the codes of a matrix, by their name. A bias is read by itself; scales of activations and of a K/V
+# cache do not change weights.
+_BESIDE = frozenset(
+    {"bias", "input_scale", "input_global_scale", "activation_scale", "output_scale", "q_scale", "k_scale", "v_scale"}
+)
 _PARTS = {
     "weight": frozenset({"weight_scale", "weight_scale_2"}),
     "weight_packed": frozenset({"weight_scale", "weight_global_scale", "weight_shape", "weight_zero_point"}),
     "qweight": frozenset({"qzeros", "scales", "g_idx"}),
 }
+_NUMBERS = ("weight_shape", "g_idx")  # parts whose numbers decide whether a matrix can be read
+_ENDS_REMEDY = "use a checkpoint whose embeddings and head have 16 or 32 bits"
 # The sixteen values of a four-bit float (E2M1: OCP MX 1.0, section 5.3.3), by code.
 _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 _FLOAT_GROUPS = {torch.float8_e4m3fn: 16, torch.uint8: 32}  # NVFP4 and MXFP4, by the type of their scales
@@ -35,25 +43,38 @@ _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 _ROWS = 1 << 13  # dequantised at a time: bounds what is held beside the result
 
 
+class ShapesReader(CheckpointReader):
+    """A checkpoint whose matrices have shapes and no numbers (meta tensors). What is read of it costs next to nothing,
+    and is refused where it would be refused of the whole.
+    """
+
+    def get(self, name: str) -> Tensor:
+        tensor = super().get(name)
+        return tensor if name.endswith(_NUMBERS) else tensor.to("meta")
+
+
 def is_stored(names: Collection[str], name: str) -> bool:
     """Whether the checkpoint has the matrix ``name`` (that ends with ``weight``), whatever its codes are called."""
     return any(_module(name) + codes in names for codes in _PARTS)
 
 
-def read_weight(reader: CheckpointReader, name: str, quantization: Quantization | None) -> Tensor:
-    """The matrix [N, K] that the tensors of ``name`` stand for: as stored where it is in 16 bits or more, else float32.
+def read_weight(
+    reader: CheckpointReader, name: str, quantization: Quantization | None, remedy: str = _ENDS_REMEDY
+) -> Tensor:
+    """What the tensors of ``name`` stand for, a matrix [N, K] or a tensor of another shape that is not packed: as
+    stored where it is in 16 bits or more, else float32.
 
-    Raises ``InputError`` where it is missing, or quantised in a way that is not read here.
+    Raises ``InputError`` where it is missing, or quantised in a way that is not read here. ``remedy``: what to do then.
     """
-    whole = name in reader.names
-    found = full_precision(reader, name, quantization) if whole or not is_stored(reader.names, name) else None
+    parts = _parts(reader, name)
+    found = full_precision(reader, name, quantization) if name in reader.names or not parts else None
     if found is None:
-        found = _dequantised(reader, _module(name), quantization)
+        found = _dequantised(reader, parts, quantization)
     if found is None:
         scheme = "a scheme that config.json does not name" if quantization is None else quantization.name
         raise InputError(
-            f"tensor {name} in {reader.folder} is quantised by {scheme}, which is not read here: use a checkpoint "
-            f"whose embeddings and head have 16 or 32 bits"
+            f"tensor {name} in {reader.folder} is quantised by {scheme}{_more_to_it(reader, parts)}, which is not read "
+            f"here: {remedy}"
         )
     return found
 
@@ -62,14 +83,37 @@ def _module(name: str) -> str:
     return name.removesuffix("weight")
 
 
-def _dequantised(reader: CheckpointReader, module: str, quantization: Quantization | None) -> Tensor | None:
-    if quantization is None or not quantization.scales_alone:
+def _parts(reader: CheckpointReader, name: str) -> dict[str, str]:
+    """Part -> name of the tensors that make the matrix ``name``."""
+    if not name.endswith(".weight"):
+        return {}
+    module = _module(name)
+    found = {one.removeprefix(module): one for one in reader.of_module(module.removesuffix("."))}
+    return {part: one for part, one in found.items() if part not in _BESIDE}
+
+
+def _more_to_it(reader: CheckpointReader, parts: Mapping[str, str]) -> str:
+    """What, of the parts of a matrix, is not read: an order of its columns, or parts that are not known."""
+    codes = next((one for one in _PARTS if one in parts), None)
+    if codes is None:
+        return ""
+    more = sorted(set(parts) - {codes} - _PARTS[codes])
+    if {"g_idx", "scales"} <= set(parts) and not _in_order(
+        reader.get(parts["g_idx"]), len(reader.get(parts["scales"]))
+    ):
+        more.append("g_idx: columns in an order of their own")
+    return f" with {', '.join(more)}" if more else ""
+
+
+def _dequantised(
+    reader: CheckpointReader, parts: Mapping[str, str], quantization: Quantization | None
+) -> Tensor | None:
+    codes = next((one for one in _PARTS if one in parts), None)
+    if codes is None or quantization is None or not quantization.scales_alone:
         return None
-    parts = {name.removeprefix(module): name for name in reader.names if name.startswith(module)}
-    codes = next(one for one in _PARTS if one in parts)
-    if not set(parts) <= {codes} | _PARTS[codes] | _ACTIVATIONS:
+    if not set(parts) <= {codes} | _PARTS[codes]:
         return None
-    tensors = {part: reader.get(name) for part, name in parts.items() if part not in _ACTIVATIONS}
+    tensors = {part: reader.get(name) for part, name in parts.items()}
     if codes == "qweight":
         return _gptq(tensors, quantization) if quantization.is_gptq else _awq(tensors, quantization)
     return _floats(tensors, codes) if tensors[codes].dtype == torch.uint8 else _integers(tensors, quantization)
@@ -109,9 +153,15 @@ def _gptq(tensors: Mapping[str, Tensor], quantization: Quantization) -> Tensor |
     inputs = words_WN.shape[0] * _WORD_BITS // bits
     group = _group(scale_GN.T, (outputs, inputs), (inputs // scale_GN.shape[0],))
     order = tensors.get("g_idx")
-    if group is None or (order is not None and not torch.equal(order.long(), torch.arange(inputs) // group)):
+    if group is None or (order is not None and not _in_order(order, scale_GN.shape[0])):
         return None
     return _scaled(_unpacked(words_WN.T, bits, inputs), scale_GN.T, group, 1 << (bits - 1))
+
+
+def _in_order(group_K: Tensor, groups: int) -> bool:
+    """Whether the group of each input is what it is without ``desc_act``."""
+    inputs = len(group_K)
+    return torch.equal(group_K.long(), torch.arange(inputs) // -(-inputs // groups))
 
 
 def _awq(tensors: Mapping[str, Tensor], quantization: Quantization) -> Tensor | None:
@@ -180,7 +230,8 @@ def _scaled(
     codes_NK: Tensor, scale_NG: Tensor, group: int, zero_NG: Tensor | int, values: Tensor | None = None
 ) -> Tensor:
     """(value of the code - zero) · scale, float32 [N, K]. ``values``: by code; the codes themselves if None."""
-    inputs, result = codes_NK.shape[1], torch.empty(codes_NK.shape, dtype=torch.float32)
+    inputs, result = codes_NK.shape[1], torch.empty(codes_NK.shape, dtype=torch.float32, device=codes_NK.device)
+    values = None if values is None else values.to(codes_NK.device)
     for start in range(0, codes_NK.shape[0], _ROWS):
         rows = slice(start, start + _ROWS)
         part = codes_NK[rows].float() if values is None else values[codes_NK[rows].int()]

@@ -28,7 +28,7 @@ from spectrain.target.checkpoint import CheckpointReader
 # Layouts of compressed-tensors that hold what transformers dequantises exactly.
 _READ_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
 # ModelOpt describes older checkpoints in a file of its own, beside a config.json that knows nothing of it.
-_MODELOPT_FILE = "hf_quant_config.json"
+MODELOPT_FILE = "hf_quant_config.json"
 _FLOAT_CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
 _CODES = (*_FLOAT_CODES, torch.int8)
 # Bits of a code and of its share of a scale: microscaling has one of 8 bits for 32 codes.
@@ -51,6 +51,12 @@ class Quantization:
         if self.fields.get("load_in_4bit") or self.fields.get("load_in_8bit"):
             return "bitsandbytes"  # older ones do not say
         return str(self.fields.get("quant_method") or "a method that it does not name")
+
+    @property
+    def unwrapped(self) -> Quantization:
+        """Where config.json holds what ModelOpt's own file would, as if it held it flat."""
+        inner = self.fields.get("quantization")
+        return Quantization({**inner, "quant_method": "modelopt"}) if isinstance(inner, Mapping) else self
 
     @property
     def name(self) -> str:
@@ -179,8 +185,8 @@ def quantization_of(hf_config: Any, folder: Path | None = None) -> Quantization 
         for name in ("quantization_config", "compression_config"):
             found = getattr(config, name, None)
             if found:
-                return Quantization(dict(found) if isinstance(found, Mapping) else found.to_dict())
-    return _of_modelopt(folder / _MODELOPT_FILE) if folder is not None else None
+                return Quantization(dict(found) if isinstance(found, Mapping) else found.to_dict()).unwrapped
+    return _of_modelopt(folder / MODELOPT_FILE) if folder is not None else None
 
 
 def _of_modelopt(path: Path) -> Quantization | None:

@@ -117,8 +117,22 @@ MUTATIONS = (
     Mutation(
         "mtp: a head of 16 bits is not listed as unquantised",
         HERE + "mtp.py",
-        "if stale or lists_unquantised(whole_config):",
-        "if stale:",
+        "return leave_unquantised(target_config(source), source, served)",
+        "return target_config(source)",
         (FOLDER,),
+    ),
+    Mutation(
+        "mtp: GPTQ's rule for a head of 16 bits stands behind one that takes it first",
+        "spectrain/drafters/unquantised_modules.py",
+        '{f"-:{modules.pattern}": {}, **(fields.get("dynamic") or {})}',
+        '{**(fields.get("dynamic") or {}), f"-:{modules.pattern}": {}}',
+        ("tests/unit/test_unquantised_modules.py",),
+    ),
+    Mutation(
+        "mtp: codes of a packed head stay beside the tuned one",
+        HERE + "mtp_tensors.py",
+        "|g_idx|\\.(qweight|qzeros|scales))$",
+        ")$",
+        ("tests/unit/test_packed_layers.py",),
     ),
 )

@@ -61,9 +61,23 @@ MUTATIONS = (
     Mutation(
         "a head is read though something multiplies its inputs",
         "spectrain/target/packed_weights.py",
-        "if not set(parts) <= {codes} | _PARTS[codes] | _ACTIVATIONS:",
+        "if not set(parts) <= {codes} | _PARTS[codes]:",
         "if codes not in parts:",
         (PACKED,),
+    ),
+    Mutation(
+        "columns of GPTQ in another order are taken as they lie",
+        "spectrain/target/packed_weights.py",
+        "(order is not None and not _in_order(order, scale_GN.shape[0]))",
+        "False",
+        (PACKED,),
+    ),
+    Mutation(
+        "a layer that is not read is noticed when the drafter is made, after the target has run",
+        "spectrain/stages/checks.py",
+        'if context.command.trains and drafter.path is None and drafter.init != "random":',
+        "if False:",
+        (STRANGE,),
     ),
     Mutation(
         "activations of a compressed-tensors target are rounded to 8 bits",

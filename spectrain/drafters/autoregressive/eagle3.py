@@ -49,7 +49,7 @@ from spectrain.drafters.foreign_checkpoints import (
     taps,
     window_fields,
 )
-from spectrain.drafters.init_from_target import MLP_NORMS, copy_weights, mlp_norm, read_layer
+from spectrain.drafters.init_from_target import MLP, copy_weights, mlp_norm, read_layer
 from spectrain.drafters.layers import (
     LayerShape,
     Projections,
@@ -64,7 +64,10 @@ from spectrain.drafters.layers import (
     window_of,
 )
 from spectrain.errors import InputError
+from spectrain.target.checkpoint import CheckpointReader
+from spectrain.target.families import Family, family_of
 from spectrain.target.head import TargetHead
+from spectrain.target.packed_weights import ShapesReader
 from spectrain.target.spec import TargetSpec
 
 
@@ -274,11 +277,17 @@ class Eagle3Method(AutoregressiveMethod):
         body, layer = drafter.body, drafter.body.layers[0]
         offset = 1.0 if head.one_plus else 0.0
         body.norm.weight.copy_(head.norm_weight + offset)
-        last = read_layer(head, folder, spec.num_layers - 1, ("mlp.", *MLP_NORMS), spec.quantization)
+        last = self._copied(head.math.family, spec, CheckpointReader(folder))
         gain = mlp_norm(last)
         # Else a mixture of experts, fused projections, another width: the drafter's own initialisation stays.
-        if gain is not None and copy_weights(layer.mlp, "mlp", ("gate_proj", "up_proj", "down_proj"), last):
+        if gain is not None and copy_weights(layer.mlp, "mlp", MLP, last):
             layer.post_attention_layernorm.weight.copy_(gain.float() + offset)
+
+    def check_copies(self, config: DrafterConfig, spec: TargetSpec, folder: Path) -> None:
+        self._copied(family_of(spec.model_type), spec, ShapesReader(folder))
+
+    def _copied(self, family: Family, spec: TargetSpec, reader: CheckpointReader) -> dict[str, Tensor]:
+        return read_layer(family, reader, spec.num_layers - 1, ("mlp",), spec.quantization)
 
     def describe(self, drafter: Any) -> dict[str, Any]:
         shape: Eagle3Shape = drafter.shape

@@ -30,11 +30,17 @@ from spectrain.drafters.autoregressive.autoregressive_drafter import (
     DraftSteps,
     observe_columns,
 )
-from spectrain.drafters.autoregressive.mtp_init import begin_with_last_layer, load_native
+from spectrain.drafters.autoregressive.mtp_init import (
+    begin_with_last_layer,
+    load_native,
+    read_last_layer,
+    read_native,
+)
 from spectrain.drafters.autoregressive.mtp_layer import MtpBody
 from spectrain.drafters.autoregressive.mtp_shape import DTYPES, MtpShape, plain_fields
 from spectrain.drafters.autoregressive.mtp_tensors import (
     SCALES,
+    HeadReader,
     body_tensors,
     has_stacked_experts,
     stored_tensors,
@@ -44,9 +50,11 @@ from spectrain.drafters.drafter import Drafter
 from spectrain.drafters.drafter_digests import TUNED_HEAD
 from spectrain.drafters.field_checks import whole
 from spectrain.drafters.layers import Rotary
-from spectrain.drafters.overlay import SECTION, Overlay, leave_unquantised, lists_unquantised, target_config
+from spectrain.drafters.overlay import SECTION, Overlay, target_config
+from spectrain.drafters.unquantised_modules import ServedModules, leave_unquantised
 from spectrain.errors import ConfigError, InputError
 from spectrain.target.checkpoint import CheckpointReader
+from spectrain.target.families import family_of
 from spectrain.target.head import TargetHead
 from spectrain.target.mtp_heads import MTP_HEADS, mtp_family
 from spectrain.target.spec import TargetSpec
@@ -164,6 +172,19 @@ class MtpMethod(AutoregressiveMethod):
         load(drafter, spec, head, folder)
         drafter.source = folder
 
+    def check_copies(self, config: DrafterConfig, spec: TargetSpec, folder: Path) -> None:
+        """Also whether the tuned head could be served beside the target's quantised layers."""
+        shape, reader = self.shape(config, spec), HeadReader(folder, spec.quantization, shapes_only=True)
+        with torch.device("meta"):
+            state = MtpBody(shape).state_dict()
+        if config.init == LAST_LAYER:
+            read_last_layer(state, spec, family_of(spec.model_type), reader)
+        else:
+            read_native(state, shape, reader)
+        stacked = has_stacked_experts(reader.reader.names, shape.head, shape.target_layers)
+        changed = stored_tensors(state, shape.head, shape.target_layers, stacked)
+        _served_config(shape, folder, changed)
+
     def comes_with(self, shape: MtpShape, folder: Path) -> bool:
         return shape.head.found_in(CheckpointReader(folder).names, shape.target_layers)
 
@@ -220,15 +241,20 @@ class MtpMethod(AutoregressiveMethod):
             name for name in names if name.startswith(start) and SCALES.search(name) and not shape.head.stays(name)
         )
         recorded = Overlay(source, changed, stale).write(folder)
-        whole_config = target_config(source)
-        if stale or lists_unquantised(whole_config):
-            modules = [shape.head.served_name(module, shape.target_layers) for module in _modules(changed)]
-            whole_config = leave_unquantised(whole_config, modules, str(source))
+        whole_config = _served_config(shape, source, changed)
         text = whole_config.get("text_config")
         part = text if isinstance(text, dict) else whole_config
         part[shape.head.layers_field] = part.get(shape.head.layers_field) or 1
         kept = {name: value for name, value in config.items() if name != "spectrain"}
         return {**whole_config, "spectrain": {**config["spectrain"], "drafter": kept, SECTION: recorded}}
+
+
+def _served_config(shape: MtpShape, source: Path, changed: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The target's config.json, which has vLLM load the head as ``changed`` is stored: in 16 bits or more."""
+    head, layers = shape.head, shape.target_layers
+    modules = [head.served_name(module, layers) for module in _modules(changed)]
+    served = ServedModules(modules, head.served_name(head.start(layers), layers), head.kept_part)
+    return leave_unquantised(target_config(source), source, served)
 
 
 def _modules(tensors: Mapping[str, Tensor]) -> list[str]:

@@ -18,13 +18,17 @@ from torch import Tensor
 from spectrain.errors import InputError
 from spectrain.target.checkpoint import CheckpointReader
 from spectrain.target.mtp_heads import MtpHead
-from spectrain.target.quantization import Quantization, full_precision
+from spectrain.target.packed_weights import ShapesReader, read_weight
+from spectrain.target.quantization import Quantization
 
 _NORM, _LAYER = "norm.", "layers.0."
 _OWN = {"embedding_norm": "embedding_norm", "hidden_norm": "hidden_norm", "projection": "projection"}
 _GATE_UP, _DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+_REMEDY = "use a checkpoint whose multi-token-prediction head (drafter.init=last_layer: whose last layer) has 16 bits"
 # Beside a quantised matrix.
-SCALES = re.compile(r"((?<!\.[qkv])_scale(_inv|_2)?|_zero_point|_packed|_shape|_scales|_blocks)$")
+SCALES = re.compile(
+    r"((?<!\.[qkv])_scale(_inv|_2)?|_zero_point|_packed|_shape|_scales|_blocks|g_idx|\.(qweight|qzeros|scales))$"
+)
 
 
 def stored_name(body_name: str, head: MtpHead, num_layers: int) -> str:
@@ -47,32 +51,32 @@ def has_stacked_experts(names: frozenset[str], head: MtpHead, num_layers: int) -
 class HeadReader:
     """Reads tensors of the head, or of a layer of the target, from a checkpoint."""
 
-    def __init__(self, folder: Path, quantization: Quantization | None) -> None:
-        self.reader = CheckpointReader(folder)
+    def __init__(self, folder: Path, quantization: Quantization | None, shapes_only: bool = False) -> None:
+        """``shapes_only``: what is read are meta tensors, see ``ShapesReader``."""
+        self.reader = ShapesReader(folder) if shapes_only else CheckpointReader(folder)
         self.quantization = quantization
 
     def tensor(self, name: str) -> Tensor:
         """In full precision. InputError for one that is missing, or quantised in a way that is not read."""
-        module = name.removesuffix("weight")
-        if name not in self.reader.names and any(one.startswith(module) for one in self.reader.names):
-            raise self._refused(name)  # its codes go by other names
-        found = full_precision(self.reader, name, self.quantization)
-        if found is None:
-            raise self._refused(name)
-        return found
+        return read_weight(self.reader, name, self.quantization, _REMEDY)
 
-    def _refused(self, name: str) -> InputError:
-        scheme = "a scheme that is not named" if self.quantization is None else self.quantization.name
-        return InputError(
-            f"tensor {name} in {self.reader.folder} is quantised by {scheme}, which is not read here: use a checkpoint "
-            f"whose multi-token-prediction head has 16 bits"
-        )
+    def refuse_stack(self, name: str) -> None:
+        """InputError for experts whose codes lie in one tensor under another name."""
+        module, _, own = name.rpartition(".")
+        codes = [one for one in self.reader.of_module(module) if one.rpartition(".")[2].startswith(f"{own}_")]
+        if codes:
+            scheme = "a scheme that config.json does not name" if self.quantization is None else self.quantization.name
+            raise InputError(
+                f"tensor {min(codes)} in {self.reader.folder}: experts in one stack, quantised by {scheme}, are not "
+                f"read here: {_REMEDY}"
+            )
 
     def body_tensor(self, body_name: str, shape: torch.Size, name: str) -> Tensor:
         """The tensor ``name`` as the body has it; experts that are stored one by one are stacked."""
         part = body_name.removeprefix(_LAYER)
         if part not in (_GATE_UP, _DOWN) or name in self.reader.names:
             return self.tensor(name)
+        self.refuse_stack(name)
         start = name.removesuffix(part.rpartition(".")[2])
         names = ("gate_proj", "up_proj") if part == _GATE_UP else ("down_proj",)
         return torch.stack(

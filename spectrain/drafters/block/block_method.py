@@ -8,12 +8,12 @@ causal if it is a sliding one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from spectrain.config.drafter_schema import DrafterConfig
 from spectrain.config.trainer_schema import TrainerConfig
@@ -29,13 +29,16 @@ from spectrain.drafters.foreign_checkpoints import (
     mask_token,
     speculators_fields,
 )
-from spectrain.drafters.init_from_target import MLP_NORMS, copy_weights, mlp_norm, read_layer
+from spectrain.drafters.init_from_target import ATTENTION, MLP, copy_weights, mlp_norm, read_layer
 from spectrain.drafters.layers import from_layer_config, layer_shape, sliding_layers, to_layer_config, window_of
 from spectrain.drafters.mask_token import mask_token_of, resolve_mask_token
 from spectrain.drafters.registry import Corpus, DrafterMethod
 from spectrain.drafters.training_cost import BatchSize, CorpusSize, TrainingCost, TrainingRows
 from spectrain.errors import ConfigError
+from spectrain.target.checkpoint import CheckpointReader
+from spectrain.target.families import Family, family_of
 from spectrain.target.head import TargetHead
+from spectrain.target.packed_weights import ShapesReader
 from spectrain.target.spec import TargetSpec
 
 # Matrices that an output does not meet as a product: the fused taps are made once a token, tables are looked up.
@@ -118,20 +121,28 @@ class BlockMethod(DrafterMethod):
         body.norm.weight.copy_(head.norm_weight + offset)
         hidden = spec.hidden_size
         body.fc.weight[:, -hidden:] += torch.eye(hidden)  # taps ascend, so the deepest comes last
-        first = spec.num_layers - len(body.layers)
-        for layer, index in zip(body.layers, range(first, spec.num_layers), strict=True):
-            if index < 0:
-                continue  # more layers than the target has
-            parts = ("mlp.", "self_attn.", "input_layernorm.weight", *MLP_NORMS)
-            source = read_layer(head, folder, index, parts, spec.quantization)
-            gain, attention = source.get("input_layernorm.weight"), ("q_proj", "k_proj", "v_proj", "o_proj")
-            if gain is not None and copy_weights(layer.self_attn, "self_attn", attention, source):
+        copied = self._copied(head.math.family, spec, CheckpointReader(folder), len(body.layers))
+        for layer, source in zip(body.layers, copied, strict=True):
+            gain = source.get("input_layernorm.weight")
+            if gain is not None and copy_weights(layer.self_attn, "self_attn", ATTENTION, source):
                 layer.input_layernorm.weight.copy_(gain.float() + offset)
                 body.hidden_norm.weight.copy_(gain.float() + offset)
                 copy_weights(layer.self_attn, "self_attn", ("q_norm", "k_norm"), source, offset)
             gain = mlp_norm(source)
-            if gain is not None and copy_weights(layer.mlp, "mlp", ("gate_proj", "up_proj", "down_proj"), source):
+            if gain is not None and copy_weights(layer.mlp, "mlp", MLP, source):
                 layer.post_attention_layernorm.weight.copy_(gain.float() + offset)
+
+    def check_copies(self, config: DrafterConfig, spec: TargetSpec, folder: Path) -> None:
+        for _ in self._copied(family_of(spec.model_type), spec, ShapesReader(folder), config.num_layers):
+            pass
+
+    def _copied(
+        self, family: Family, spec: TargetSpec, reader: CheckpointReader, layers: int
+    ) -> Iterator[dict[str, Tensor]]:
+        """Of each of the drafter's layers what it begins with, layer by layer; nothing where the target has fewer."""
+        for index in range(spec.num_layers - layers, spec.num_layers):
+            parts = ("self_attn", "mlp")
+            yield {} if index < 0 else read_layer(family, reader, index, parts, spec.quantization)
 
     def training_cost(
         self, config: DrafterConfig, trainer: TrainerConfig, entries: Mapping[str, int], corpus: CorpusSize
