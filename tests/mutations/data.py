@@ -5,6 +5,9 @@ from mutation import Mutation
 DATA = "spectrain/data/"
 PACKING = "tests/unit/test_packing.py"
 STORE = "tests/unit/test_hidden_states.py"
+WRITER = "tests/unit/test_hidden_states_writer.py"
+TYPES = "tests/unit/test_state_types.py"
+BROKEN_STORE = "tests/unit/test_broken_stores.py"
 VOCAB = "tests/unit/test_vocab.py"
 RESPONSES = "tests/unit/test_responses.py"
 SERVED = "tests/unit/test_served_prompts.py"
@@ -75,6 +78,13 @@ MUTATIONS = (
         ("tests/unit/test_loader.py::test_8_bits_travel_as_they_are_and_become_what_a_reader_sees",),
     ),
     Mutation(
+        "workers are told to end although one was killed and may hold the lock",
+        DATA + "loader.py",
+        "or not any(worker.exitcode for worker in workers):",
+        "or workers:",
+        ("tests/unit/test_loader.py::test_a_worker_that_dies_while_the_trainer_is_busy_is_told_of_too",),
+    ),
+    Mutation(
         "a key is taken for another that begins like it",
         DATA + "string_column.py",
         "(digests[found_P] == part[open_P]).all(axis=1)",
@@ -135,28 +145,28 @@ MUTATIONS = (
         DATA + "hidden_states_writer.py",
         "        self._remove_leftovers()\n",
         "",
-        (STORE,),
+        (WRITER,),
     ),
     Mutation(
         "what is only gathered counts as stored",
         DATA + "hidden_states_writer.py",
         'need not be captured again."""\n        return {*self._stored, *self._added}',
         'need not be captured again."""\n        return set(self._known)',
-        (STORE, "tests/unit/test_adopt_states.py"),
+        (WRITER, "tests/unit/test_adopt_states.py"),
     ),
     Mutation(
         "a document is stored twice in one shard",
         DATA + "hidden_states_writer.py",
         "if states.key in self._known:",
         "if states.key in self._done:",
-        (STORE,),
+        (WRITER,),
     ),
     Mutation(
         "what was gathered before an error is lost",
         DATA + "hidden_states_writer.py",
         "            self.close()  # after an error too",
         "            if error is None:\n                self.close()  # after an error too",
-        (STORE,),
+        (WRITER,),
     ),
     Mutation(
         "a document that fills a shard exactly opens the next",
@@ -177,21 +187,21 @@ MUTATIONS = (
         DATA + "state_types.py",
         "else size.amax(dim=-1)) / largest",
         "else size.amax().expand(x.shape[:-1])) / largest",
-        (STORE,),
+        (TYPES,),
     ),
     Mutation(
         "int8 steps of 1/128",
         DATA + "state_types.py",
         "else size.amax(dim=-1)) / largest",
         "else size.amax(dim=-1)) / (largest + 1)",
-        (STORE,),
+        (TYPES,),
     ),
     Mutation(
         "another number of layers is no mismatch",
         DATA + "hidden_states.py",
         "for name, wanted in expected.items():",
         'for name, wanted in ((n, w) for n, w in expected.items() if n != "num_layers"):',
-        (STORE,),
+        (BROKEN_STORE,),
     ),
     Mutation(
         "a response is known without its seed",
@@ -394,7 +404,7 @@ MUTATIONS = (
         DATA + "state_types.py",
         "scale.repeat_interleave(GROUP, dim=-1)",
         "scale.roll(1, -1).repeat_interleave(GROUP, dim=-1)",
-        (STORE,),
+        (TYPES,),
     ),
     Mutation(
         "8 bits reach the device without their values",

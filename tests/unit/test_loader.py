@@ -174,6 +174,9 @@ def test_a_worker_that_dies_while_the_trainer_is_busy_is_told_of_too(tmp_path: P
     """By a signal handler, in the middle of whatever the trainer does."""
     store, others = store_in(tmp_path), set(multiprocessing.active_children())
 
+    def give_up(number: int, frame: object) -> None:
+        raise TimeoutError("the trainer waits for a lock that nobody will release")
+
     def work() -> None:
         with BatchLoader(store, requests(), CPU, workers=1, prefetch=1) as loader:
             next(loader)
@@ -182,11 +185,18 @@ def test_a_worker_that_dies_while_the_trainer_is_busy_is_told_of_too(tmp_path: P
             os.kill(worker.pid, signal.SIGKILL)
             # As if it had been killed while it held the lock by which torch ends its workers.
             loader._batches._workers_done_event._cond.acquire(timeout=1)  # type: ignore[attr-defined]
+            signal.alarm(10)  # from here on it takes no second
             for _ in range(1000):
                 time.sleep(0.01)
 
-    with pytest.raises(RunError, match="died"):
-        work()
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(60)
+    try:
+        with pytest.raises(RunError, match="died"):
+            work()
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_another_error_of_the_training_stays_what_it_is_and_workers_end(tmp_path: Path) -> None:
