@@ -59,8 +59,8 @@ MUTATIONS = (
     Mutation(
         "a batch forgets what its random choices are drawn from",
         DATA + "loader.py",
-        "return pack_batch(documents, request.max_tokens, request.draw, _end_to_end)",
-        "return pack_batch(documents, request.max_tokens, None, _end_to_end)",
+        "batch = pack_batch(documents, request.max_tokens, request.draw, join)",
+        "batch = pack_batch(documents, request.max_tokens, None, join)",
         ("tests/unit/test_loader.py::test_batches_are_those_of_their_requests_in_order",),
     ),
     Mutation(
@@ -76,6 +76,20 @@ MUTATIONS = (
         "self._source.as_stored(number)",
         "self._source[number]",
         ("tests/unit/test_loader.py::test_8_bits_travel_as_they_are_and_become_what_a_reader_sees",),
+    ),
+    Mutation(
+        "a slot is given to the next batch while this one is still in use",
+        DATA + "batch_slots.py",
+        "weakref.finalize(part, self._free.append, slot).atexit = False",
+        "self._free.append(slot)",
+        ("tests/unit/test_batch_slots.py::test_a_slot_is_free_when_the_last_tensor_in_it_is_gone",),
+    ),
+    Mutation(
+        "batches travel in fresh memory",
+        DATA + "loader.py",
+        "slot=slots.take() if _tokens(request, source) <= most else None",
+        "slot=None",
+        ("tests/unit/test_batch_slots.py::test_a_training_goes_on_in_the_same_few_slots",),
     ),
     Mutation(
         "workers are told to end although one was killed and may hold the lock",

@@ -28,7 +28,6 @@ from drafter_tools import (
 from loader_sources import BROKEN, Breaking, Dying
 from torch import Tensor
 
-from spectrain.data import loader as loader_module
 from spectrain.data.hidden_states import StoredHiddenStates, TargetStates
 from spectrain.data.loader import BatchLoader, BatchRequest
 from spectrain.data.packing import Draw, PackedBatch, pack_batch
@@ -89,15 +88,6 @@ def test_8_bits_travel_as_they_are_and_become_what_a_reader_sees(tmp_path: Path,
             assert batch.taps_TAH.element_size() == 1
             assert theirs.taps_TAH.dtype == torch.float32
             assert_same(batch.to(CPU), theirs)
-
-
-def test_a_worker_lays_documents_into_shared_memory_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    documents = [torch.randn(n, 2, 3).to(torch.bfloat16) for n in (3, 1, 5)]
-    assert not loader_module._end_to_end(documents).is_shared()  # outside of one
-    monkeypatch.setattr(loader_module, "get_worker_info", lambda: object())
-    joined = loader_module._end_to_end(documents)
-    assert joined.is_shared() and torch.equal(joined, torch.cat(documents))
-    assert loader_module._end_to_end([torch.empty(0, 2), torch.empty(0, 2)]).shape == (0, 2)
 
 
 @pytest.mark.slow
