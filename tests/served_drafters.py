@@ -1,4 +1,4 @@
-"""A drafter's folder and its target's, as far as ``serve`` looks into them, and the command that it makes of them."""
+"""A drafter's folder and its target's, as far as ``serve`` looks into them (fixtures), and the command made of them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from drafter_tools import HIDDEN, VOCAB, Options, random_drafter
 from tiny import tiny_config, tiny_tokenizer
 
@@ -38,6 +39,16 @@ def write_drafter(folder: Path, target: str, **facts: Any) -> Path:
         metadata=facts,
     )
     return folder
+
+
+@pytest.fixture
+def target(tmp_path) -> Path:
+    return write_target(tmp_path / "a target")  # the space has to survive shells
+
+
+@pytest.fixture
+def drafter(tmp_path, target) -> Path:
+    return write_drafter(tmp_path / "runs" / "mine" / "drafter", str(target))
 
 
 def rewrite(folder: Path, **changes: Any) -> None:

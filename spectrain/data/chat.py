@@ -79,6 +79,7 @@ class ChatTemplate:
         self.variables = dict(variables or {})
         self._vocab_size = vocab_size
         self._given_end_ids = frozenset(end_token_ids(tokenizer, None) if end_ids is None else end_ids)
+        self._sizes: dict[str, tuple[int, int]] = {}  # of first prompts, by their digests
 
     @cached_property
     def digest(self) -> str:
@@ -94,7 +95,15 @@ class ChatTemplate:
                 f"{conversation.where}: servers render this target's conversations in the Harmony format, which its "
                 f"chat template does not follow from the second turn on: use single-turn prompts with this target"
             )
-        return self._encode(self._render(conversation, ()))
+        ids = self._encode(self._render(conversation, ()))
+        self._sizes[conversation.prompt_digest()] = len(ids), max(ids, default=0)
+        return ids
+
+    def first_prompt_size(self, conversation: Conversation) -> tuple[int, int]:
+        """(tokens, the greatest id) of ``first_prompt_ids``, which is asked once for each prompt. Errors as there."""
+        if conversation.prompt_digest() not in self._sizes:
+            self.first_prompt_ids(conversation)
+        return self._sizes[conversation.prompt_digest()]
 
     def answer_text(self, ids: Sequence[int], start: int) -> str:
         """What a chat server returns for the answer that begins at ``ids[start]`` and ends with its end token."""

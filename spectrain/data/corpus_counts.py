@@ -9,7 +9,6 @@ Legend: D documents, T tokens of a block, V the target's vocabulary, P positions
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from spectrain.data.hidden_states import HiddenStateSource, ShardFile, StoredHiddenStates
 from spectrain.data.loader import announce
+from spectrain.data.stored_documents import as_sequence
 from spectrain.errors import InputError
 
 _BLOCK_TOKENS = 1 << 16
@@ -105,7 +105,7 @@ class CorpusCounts:
     def of_teaching(self, documents: Sequence[int]) -> tuple[Sequence[int], CorpusCounts]:
         """Those of the documents that teach, and their counts."""
         numbers_D = np.asarray(documents, dtype=np.int64)[self.teaches_D]
-        return array("q", numbers_D.tobytes()), replace(
+        return as_sequence(numbers_D), replace(
             self, teaches_D=self.teaches_D[self.teaches_D], predicting_D=self.predicting_D[self.teaches_D]
         )
 

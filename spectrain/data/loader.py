@@ -5,35 +5,40 @@ nothing else; any number of them gives the same batches in the same order, bit f
 from an iterator: a training that goes on in the middle of an epoch begins there and reads nothing of what came before.
 
 Workers are spawned, not forked: they import torch and this package's data modules, and hold neither the target nor
-anything that lives on a device. Each takes about two seconds to start, once a training, and sends its batches through
-shared memory (/dev/shm). With 0 workers batches are made when they are asked for, in the trainer's own process.
+anything that lives on a device. Each takes about two seconds to start, once a training. Its batches lie in shared
+memory (/dev/shm) that is used again (``batch_slots.py``): each byte is copied once, from the map of a shard to where
+the trainer reads it. With 0 workers batches are made when they are asked for, in the trainer's own process.
 
-Cost on a CPU: to make a batch of 2048 tokens (H = 576, 3 taps, float32) takes 4 ms, a thousandth of a step; to receive
-one from a worker takes the trainer 5 ms. So there is nothing to gain there, and workers are for accelerators.
+Cost on a CPU: to make a batch of 64 MiB takes a worker 8 ms, to receive it takes the trainer one. On a CPU a step takes
+seconds, so there is nothing to gain, and workers are for accelerators.
 """
 
 from __future__ import annotations
 
-import math
+import itertools
 import re
 import signal
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import signal_handling
 
-from spectrain.data.hidden_states import HiddenStateSource
+from spectrain.data.batch_slots import BatchSlots, InSlot
+from spectrain.data.hidden_states import HiddenStateSource, StoreMeta, bytes_per_token
 from spectrain.data.packing import Draw, PackedBatch, pack_batch
+from spectrain.data.state_types import STATE_DTYPES
 from spectrain.errors import RunError
 
+# Batches that a trainer has at a time, beside those that were made ahead: the one it works with and the next.
+_HELD = 2
+_COLUMN_BYTES, _ROOM_BYTES = 64, 4096  # a token's ids and numbers, and what aligning takes
 _DEAD_WORKER = re.compile(r"DataLoader worker \(pid")  # how torch's messages about it begin
 
 
@@ -44,6 +49,7 @@ class BatchRequest:
     documents: tuple[int, ...]
     max_tokens: int
     draw: Draw | None = None
+    slot: int | None = None  # of the loader's own, for a batch that a worker makes
 
 
 @dataclass(frozen=True)
@@ -53,13 +59,14 @@ class _Failure:
     message: str
 
 
-class _Batches(Dataset[PackedBatch | _Failure]):
+class _Batches(Dataset[PackedBatch | InSlot | _Failure]):
     """Packed batches by request: what a worker holds."""
 
-    def __init__(self, source: HiddenStateSource) -> None:
+    def __init__(self, source: HiddenStateSource, slots: BatchSlots | None) -> None:
         self._source = source
+        self._slots = slots
 
-    def __getitem__(self, request: BatchRequest) -> PackedBatch | _Failure:
+    def __getitem__(self, request: BatchRequest) -> PackedBatch | InSlot | _Failure:
         documents = []
         for number in request.documents:
             try:
@@ -68,23 +75,13 @@ class _Batches(Dataset[PackedBatch | _Failure]):
                 key, what = self._source.keys[number], str(error) or type(error).__name__
                 return _Failure(what if key in what else f"the hidden states of document {key} cannot be read: {what}")
         try:
-            return pack_batch(documents, request.max_tokens, request.draw, _end_to_end)
+            writer = None if self._slots is None or request.slot is None else self._slots.writer(request.slot)
+            join = torch.cat if writer is None else writer.join
+            batch = pack_batch(documents, request.max_tokens, request.draw, join)
+            return batch if writer is None else writer.packed(batch)
         except Exception as error:
             keys = ", ".join(document.key for document in documents)
             return _Failure(f"no batch can be made of the hidden states of {keys}: {error}")
-
-
-def _end_to_end(parts: list[Tensor]) -> Tensor:
-    """As ``torch.cat``, in a worker right into the shared memory through which the trainer gets it: else it would be
-    copied there once more, which takes as long as all the rest.
-    """
-    first, length = parts[0], sum(map(len, parts))
-    alike = all(part.dtype == first.dtype and part.shape[1:] == first.shape[1:] for part in parts)
-    if get_worker_info() is None or not alike or not length or not first.numel():
-        return torch.cat(parts)
-    shape = (length, *first.shape[1:])
-    storage = torch.UntypedStorage._new_shared(first.element_size() * math.prod(shape))
-    return torch.cat(parts, out=torch.empty(0, dtype=first.dtype).set_(storage).view(shape))
 
 
 def _as_it_is(batch: Any) -> Any:
@@ -108,10 +105,13 @@ class BatchLoader:
         prefetch: int = 2,
     ) -> None:
         """``prefetch``: batches that every worker makes ahead, and that a source without workers is told ahead."""
+        asked, self._slots = iter(requests), None
+        if workers:
+            asked, self._slots = _with_slots(asked, source, workers * prefetch + _HELD)
         loader = DataLoader(
-            _Batches(source),
+            _Batches(source, self._slots),
             batch_size=None,
-            sampler=requests if workers else _announced(requests, source, prefetch),  # each goes to the dataset
+            sampler=asked if workers else _announced(asked, source, prefetch),  # each goes to the dataset
             num_workers=workers,
             prefetch_factor=prefetch if workers else None,
             multiprocessing_context="spawn" if workers else None,
@@ -122,7 +122,7 @@ class BatchLoader:
             generator=torch.Generator(),
         )
         # One pass over all steps, so the same workers serve a training from its beginning to its end.
-        self._batches: Iterator[PackedBatch | _Failure] = iter(loader)
+        self._batches: Iterator[PackedBatch | InSlot | _Failure] = iter(loader)
         self.waited_s = 0.0
 
     def __iter__(self) -> BatchLoader:
@@ -132,6 +132,8 @@ class BatchLoader:
         started = time.perf_counter()
         try:
             batch = next(self._batches)
+            if isinstance(batch, InSlot):
+                batch = batch.value()
         except (OSError, EOFError, RuntimeError) as error:  # documents raise none of these, see _Batches
             raise _worker_died(error) from error
         self.waited_s += time.perf_counter() - started
@@ -166,6 +168,38 @@ def _end_workers(batches: Any) -> None:
     for worker in workers:
         worker.kill()
         worker.join()
+
+
+def _with_slots(
+    requests: Iterator[BatchRequest], source: HiddenStateSource, count: int
+) -> tuple[Iterator[BatchRequest], BatchSlots | None]:
+    """The requests, with a slot each where one is free when it is asked, and the slots; none for a source that does not
+    say how large its documents are, or where there is no room for them.
+    """
+    first, meta = next(requests, None), getattr(source, "meta", None)
+    if first is None or meta is None:
+        return iter(() if first is None else itertools.chain([first], requests)), None
+    most = max(first.max_tokens, _tokens(first, source))
+    try:
+        slots = BatchSlots(count, most * _batch_bytes_per_token(meta) + _ROOM_BYTES)
+    except (RuntimeError, OSError):  # /dev/shm is too small: workers may still be lucky
+        return itertools.chain([first], requests), None
+
+    def with_slots() -> Iterator[BatchRequest]:
+        for request in itertools.chain([first], requests):
+            yield replace(request, slot=slots.take() if _tokens(request, source) <= most else None)
+
+    return with_slots(), slots
+
+
+def _batch_bytes_per_token(meta: StoreMeta) -> int:
+    """At most: a last hidden state that is a tap is stored once, and is in a batch twice."""
+    again = 0 if meta.last_hidden_tap is None else meta.hidden_size * (STATE_DTYPES[meta.dtype].itemsize + 1)
+    return bytes_per_token(meta) + again + _COLUMN_BYTES
+
+
+def _tokens(request: BatchRequest, source: HiddenStateSource) -> int:
+    return sum(min(int(source.lengths[number]), request.max_tokens) for number in request.documents)
 
 
 def announce(source: HiddenStateSource, documents: Iterable[int]) -> None:

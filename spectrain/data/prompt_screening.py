@@ -19,8 +19,7 @@ class PromptScreen:
     def __init__(self, template: ChatTemplate, max_length: int) -> None:
         self._template = template
         self._max_length = max_length
-        # By prompt digest: tokens of the first prompt, the greatest of them, and a digest of all ids.
-        self._shown: dict[str, tuple[int, int, bytes]] = {}
+        self._shown: dict[str, bytes] = {}  # by prompt digest: a digest of all ids
 
     def screened(self, split: PromptSplit, data: DataConfig) -> PromptSplit:
         """The split without prompts that are too long (``data.skip_too_long``), and without training prompts that the
@@ -79,13 +78,14 @@ class PromptScreen:
 
     def _with_room(self, conversations: Sequence[Conversation], data: DataConfig) -> list[Conversation]:
         for conversation in conversations:
-            self._template.require_embedded(conversation, [self._look(conversation)[1]])
-        fitting = [c for c in conversations if self._look(c)[0] < self._max_length]
+            self._look(conversation)
+            self._template.require_embedded(conversation, [self._template.first_prompt_size(conversation)[1]])
+        fitting = [c for c in conversations if self._length(c) < self._max_length]
         if len(fitting) < len(conversations) and not (data.skip_too_long or data.selects):
-            first = next(c for c in conversations if self._look(c)[0] >= self._max_length)
+            first = next(c for c in conversations if self._length(c) >= self._max_length)
             raise InputError(
                 f"{first.where}: prompt {first.id} is too long, with its answer it takes more than "
-                f"target.max_length={self._max_length} tokens ({self._look(first)[0]} without); "
+                f"target.max_length={self._max_length} tokens ({self._length(first)} without); "
                 f"{len(conversations) - len(fitting)} such prompts: raise target.max_length, remove them, or leave "
                 f"them out with data.skip_too_long=true"
             )
@@ -97,17 +97,20 @@ class PromptScreen:
 
     def digest(self, conversation: Conversation) -> bytes:
         """Of the ids that the target is shown of its turns: equal ones it cannot tell apart."""
-        return self._look(conversation)[2]
+        return self._look(conversation)
 
-    def _look(self, conversation: Conversation) -> tuple[int, int, bytes]:
+    def _length(self, conversation: Conversation) -> int:
+        """Of the first prompt, in tokens."""
+        return self._template.first_prompt_size(conversation)[0]
+
+    def _look(self, conversation: Conversation) -> bytes:
         key = conversation.prompt_digest()
         if key not in self._shown:
-            first = self._template.first_prompt_ids(replace(conversation, answers=None))
+            first = self._template.first_prompt_ids(conversation)
             further = [
                 # Each as a first turn, because what is before it is not known yet.
                 self._template.first_prompt_ids(replace(conversation, turns=(turn,), answers=None))
                 for turn in conversation.turns[1:]
             ]
-            digest = bytes.fromhex(digest_json([first, *further]))
-            self._shown[key] = (len(first), max(first, default=0), digest)
+            self._shown[key] = bytes.fromhex(digest_json([first, *further]))
         return self._shown[key]

@@ -160,8 +160,13 @@ class Turns(Generic[Kind]):
         """
         rooms = _Rooms(self._max_length)
         for conversation in conversations:
-            dialogue, length = self._opened(conversation, "train", "")
-            rooms.add(conversation, length, conversation.answers is None or any(dialogue.mask))
+            if conversation.answers is None:
+                length, greatest = self._template.first_prompt_size(conversation)
+                self._template.require_embedded(conversation, [greatest])
+                rooms.add(conversation, length, True)
+            else:
+                dialogue, length = self._opened(conversation, "train", "")
+                rooms.add(conversation, length, any(dialogue.mask))
         rooms.report(quiet)
 
     def _opened(self, conversation: Conversation, split: str, key: str) -> tuple[Kind, int]:

@@ -24,7 +24,7 @@ batch, A taps.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -342,14 +342,15 @@ class HFEngine:
         resolved: ResolvedTarget,
         config: EngineConfig,
         max_length: int,
-        template_kwargs: Mapping[str, Any] | None = None,
+        template: ChatTemplate | None = None,
     ) -> None:
+        """``template``: the target's, where somebody has looked at prompts with it already."""
         self.target = target
         self.resolved = resolved
         self.config = config
         self.max_length = max_length
         self.end_ids = end_token_ids(target.tokenizer, target.generation_config)
-        self.template = ChatTemplate(target.tokenizer, self.end_ids, target.spec.vocab_size, template_kwargs)
+        self.template = template or ChatTemplate(target.tokenizer, self.end_ids, target.spec.vocab_size)
 
     @property
     def stored_together(self) -> int:

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -18,6 +17,7 @@ from spectrain.data.hidden_states import ShardFile, StoredHiddenStates, bytes_pe
 from spectrain.data.hidden_states_writer import HiddenStatesWriter
 from spectrain.data.responses import ResponseStore, further_documents
 from spectrain.data.shard_damage import damaged_shards, found_damaged, stored_key_column, take_out, unverified
+from spectrain.data.stored_documents import as_sequence
 from spectrain.data.stored_responses import StoredResponses
 from spectrain.data.string_column import Strings
 from spectrain.errors import InputError, RunError
@@ -177,7 +177,7 @@ def documents(context: Context) -> tuple[StoredHiddenStates, Sequence[int], Sequ
         raise InputError(
             f"{store.folder} lacks {int((numbers_D < 0).sum())} of {len(asked)} documents: run spectrain capture first"
         )
-    train, heldout = (array("q", numbers_D[own_D].tobytes()) for own_D in (~asked.heldout_D, asked.heldout_D))
+    train, heldout = (as_sequence(numbers_D[own_D]) for own_D in (~asked.heldout_D, asked.heldout_D))
     return store, train, heldout
 
 

@@ -183,8 +183,7 @@ class Context:
         if self.config.engine.name != "hf":
             length = self.config.target.max_length
             return VLLMEngine(self.target, self.template, self.eos_ids, length, self.open_vllm, self.capturing)
-        settings = self.config.target
-        return HFEngine(self.model, self.target, self.config.engine, settings.max_length, settings.template_kwargs)
+        return HFEngine(self.model, self.target, self.config.engine, self.config.target.max_length, self.template)
 
     @cached_property
     def capturing(self) -> VLLMCapture:

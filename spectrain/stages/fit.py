@@ -85,9 +85,6 @@ def _inputs(context: Context) -> dict[str, Any]:
     kept = {key: value for key, value in kept.items() if not key.startswith(others)}
     if config.trainer.head_precision == "auto":
         del kept["trainer.head_precision"]  # as in runs from before it could be chosen
-    for name in ("drafter.eagle3.sliding_window", "drafter.peagle.sliding_window"):
-        if kept.get(name, 0) is None:
-            del kept[name]  # the same
     if config.drafter.path is not None:
         kept["weights of drafter.path"] = weights_digest(drafter_path(config.drafter))[:16]
     return {**capture.fixed_inputs(context), **capture.growing_inputs(context), **kept}

@@ -347,6 +347,7 @@ def _read_manifest(file: Path) -> dict[str, Any]:
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """What differs, in words. Null is as nothing: a setting that came later, and is off, changes no older run."""
     names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     return "; ".join(f"{name} changed from {_show(before.get(name))} to {_show(now.get(name))}" for name in names)
 

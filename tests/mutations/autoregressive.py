@@ -179,7 +179,7 @@ MUTATIONS = (
     Mutation(
         "a window stays where the draft began",
         AUTOREGRESSIVE + "column_attention.py",
-        "(columns[None] <= query_q1 + step - self.window)",
+        "(columns[None] <= query_q1 + self.step - self.window)",
         "(columns[None] <= query_q1 - self.window)",
         ("tests/unit/test_attention.py",),
     ),

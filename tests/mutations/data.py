@@ -5,6 +5,9 @@ from mutation import Mutation
 DATA = "spectrain/data/"
 PACKING = "tests/unit/test_packing.py"
 STORE = "tests/unit/test_hidden_states.py"
+WRITER = "tests/unit/test_hidden_states_writer.py"
+TYPES = "tests/unit/test_state_types.py"
+BROKEN_STORE = "tests/unit/test_broken_stores.py"
 VOCAB = "tests/unit/test_vocab.py"
 RESPONSES = "tests/unit/test_responses.py"
 SERVED = "tests/unit/test_served_prompts.py"
@@ -70,8 +73,8 @@ MUTATIONS = (
     Mutation(
         "a batch forgets what its random choices are drawn from",
         DATA + "loader.py",
-        "return pack_batch(documents, request.max_tokens, request.draw, _end_to_end)",
-        "return pack_batch(documents, request.max_tokens, None, _end_to_end)",
+        "batch = pack_batch(documents, request.max_tokens, request.draw, join)",
+        "batch = pack_batch(documents, request.max_tokens, None, join)",
         ("tests/unit/test_loader.py::test_batches_are_those_of_their_requests_in_order",),
     ),
     Mutation(
@@ -87,6 +90,27 @@ MUTATIONS = (
         "self._source.as_stored(number)",
         "self._source[number]",
         ("tests/unit/test_loader.py::test_8_bits_travel_as_they_are_and_become_what_a_reader_sees",),
+    ),
+    Mutation(
+        "a slot is given to the next batch while this one is still in use",
+        DATA + "batch_slots.py",
+        "weakref.finalize(part, self._free.append, slot).atexit = False",
+        "self._free.append(slot)",
+        ("tests/unit/test_batch_slots.py::test_a_slot_is_free_when_the_last_tensor_in_it_is_gone",),
+    ),
+    Mutation(
+        "batches travel in fresh memory",
+        DATA + "loader.py",
+        "slot=slots.take() if _tokens(request, source) <= most else None",
+        "slot=None",
+        ("tests/unit/test_batch_slots.py::test_a_training_goes_on_in_the_same_few_slots",),
+    ),
+    Mutation(
+        "workers are told to end although one was killed and may hold the lock",
+        DATA + "loader.py",
+        "or not any(worker.exitcode for worker in workers):",
+        "or workers:",
+        ("tests/unit/test_loader.py::test_a_worker_that_dies_while_the_trainer_is_busy_is_told_of_too",),
     ),
     Mutation(
         "a key is taken for another that begins like it",
@@ -149,28 +173,28 @@ MUTATIONS = (
         DATA + "hidden_states_writer.py",
         "        self._remove_leftovers()\n",
         "",
-        (STORE,),
+        (WRITER,),
     ),
     Mutation(
         "what is only gathered counts as stored",
         DATA + "hidden_states_writer.py",
         'need not be captured again."""\n        return {*self._stored, *self._added}',
         'need not be captured again."""\n        return set(self._known)',
-        (STORE, "tests/unit/test_adopt_states.py"),
+        (WRITER, "tests/unit/test_adopt_states.py"),
     ),
     Mutation(
         "a document is stored twice in one shard",
         DATA + "hidden_states_writer.py",
         "if states.key in self._known:",
         "if states.key in self._done:",
-        (STORE,),
+        (WRITER,),
     ),
     Mutation(
         "what was gathered before an error is lost",
         DATA + "hidden_states_writer.py",
         "            self.close()  # after an error too",
         "            if error is None:\n                self.close()  # after an error too",
-        (STORE,),
+        (WRITER,),
     ),
     Mutation(
         "a document that fills a shard exactly opens the next",
@@ -191,21 +215,21 @@ MUTATIONS = (
         DATA + "state_types.py",
         "else size.amax(dim=-1)) / largest",
         "else size.amax().expand(x.shape[:-1])) / largest",
-        (STORE,),
+        (TYPES,),
     ),
     Mutation(
         "int8 steps of 1/128",
         DATA + "state_types.py",
         "else size.amax(dim=-1)) / largest",
         "else size.amax(dim=-1)) / (largest + 1)",
-        (STORE,),
+        (TYPES,),
     ),
     Mutation(
         "another number of layers is no mismatch",
         DATA + "hidden_states.py",
         "for name, wanted in expected.items():",
         'for name, wanted in ((n, w) for n, w in expected.items() if n != "num_layers"):',
-        (STORE,),
+        (BROKEN_STORE,),
     ),
     Mutation(
         "a response is known without its seed",
@@ -408,7 +432,7 @@ MUTATIONS = (
         DATA + "state_types.py",
         "scale.repeat_interleave(GROUP, dim=-1)",
         "scale.roll(1, -1).repeat_interleave(GROUP, dim=-1)",
-        (STORE,),
+        (TYPES,),
     ),
     Mutation(
         "8 bits reach the device without their values",

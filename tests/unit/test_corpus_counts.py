@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from drafter_tools import MemoryStore
-from test_hidden_states import make_meta, make_states, shard_of_tokens
+from state_stores import make_meta, make_states, shard_of_tokens
 
 from spectrain.data import corpus_counts
 from spectrain.data.corpus_counts import count_tokens, sampled_hidden

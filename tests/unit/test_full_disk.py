@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from disks import mounted
 from drafter_tools import Options, random_drafter
+from state_stores import make_meta, make_states, shard_of_tokens
 from test_checkpointing import Training
-from test_hidden_states import make_meta, make_states, shard_of_tokens
 from test_records import full_record
 from test_responses import make_response
 

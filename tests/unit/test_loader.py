@@ -28,7 +28,6 @@ from drafter_tools import (
 from loader_sources import BROKEN, Breaking, Dying
 from torch import Tensor
 
-from spectrain.data import loader as loader_module
 from spectrain.data.hidden_states import StoredHiddenStates, TargetStates
 from spectrain.data.loader import BatchLoader, BatchRequest
 from spectrain.data.packing import Draw, PackedBatch, pack_batch
@@ -89,15 +88,6 @@ def test_8_bits_travel_as_they_are_and_become_what_a_reader_sees(tmp_path: Path,
             assert batch.taps_TAH.element_size() == 1
             assert theirs.taps_TAH.dtype == torch.float32
             assert_same(batch.to(CPU), theirs)
-
-
-def test_a_worker_lays_documents_into_shared_memory_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    documents = [torch.randn(n, 2, 3).to(torch.bfloat16) for n in (3, 1, 5)]
-    assert not loader_module._end_to_end(documents).is_shared()  # outside of one
-    monkeypatch.setattr(loader_module, "get_worker_info", lambda: object())
-    joined = loader_module._end_to_end(documents)
-    assert joined.is_shared() and torch.equal(joined, torch.cat(documents))
-    assert loader_module._end_to_end([torch.empty(0, 2), torch.empty(0, 2)]).shape == (0, 2)
 
 
 @pytest.mark.slow
@@ -174,6 +164,9 @@ def test_a_worker_that_dies_while_the_trainer_is_busy_is_told_of_too(tmp_path: P
     """By a signal handler, in the middle of whatever the trainer does."""
     store, others = store_in(tmp_path), set(multiprocessing.active_children())
 
+    def give_up(number: int, frame: object) -> None:
+        raise TimeoutError("the trainer waits for a lock that nobody will release")
+
     def work() -> None:
         with BatchLoader(store, requests(), CPU, workers=1, prefetch=1) as loader:
             next(loader)
@@ -182,11 +175,18 @@ def test_a_worker_that_dies_while_the_trainer_is_busy_is_told_of_too(tmp_path: P
             os.kill(worker.pid, signal.SIGKILL)
             # As if it had been killed while it held the lock by which torch ends its workers.
             loader._batches._workers_done_event._cond.acquire(timeout=1)  # type: ignore[attr-defined]
+            signal.alarm(10)  # from here on it takes no second
             for _ in range(1000):
                 time.sleep(0.01)
 
-    with pytest.raises(RunError, match="died"):
-        work()
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(60)
+    try:
+        with pytest.raises(RunError, match="died"):
+            work()
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_another_error_of_the_training_stays_what_it_is_and_workers_end(tmp_path: Path) -> None:

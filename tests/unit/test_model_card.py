@@ -6,36 +6,22 @@ from dataclasses import replace
 from typing import Any
 
 import yaml
+from evaluation_records import record_of
 
 from spectrain.drafters.registry import find_method
-from spectrain.evaluation.records import EvaluationRecord
 from spectrain.hub.model_card import CardFacts, DataSource, render_card
 
-RECORD = EvaluationRecord(
+RECORD = record_of(
+    (0.612, 0.31, 0.2125),
     target="target",
-    target_revision="abc",
     drafter="org/mine",
     method="dspark",
-    engine="hf",
     engine_version="transformers 5",
     suite="gsm8k",
-    num_speculative_tokens=3,
-    temperature=0.0,
-    top_p=1.0,
-    top_k=0,
-    proposal_policy="greedy",
-    concurrency=1,
     num_prompts=16,
     rounds=1234,
-    cut_rounds=2,
-    drafted_tokens=3702,
-    accepted_tokens=1400,
     acceptance_length=2.1345,
     acceptance_length_interval=(2.01, 2.26),
-    acceptance_rate=0.378,
-    acceptance_per_position=(0.612, 0.31, 0.2125),
-    conditional_acceptance_per_position=(0.612, 0.5, 0.7),
-    output_tokens=2634,
     output_tokens_per_s=21.55,
     baseline_tokens_per_s=10.25,
     speedup=2.102,

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from evaluation_records import CONDITIONS
 
 from spectrain.decoding.acceptance import Round, acceptance
 from spectrain.errors import InputError, RunError
@@ -22,22 +23,6 @@ from spectrain.evaluation.records import (
 from spectrain.evaluation.reliability import ConfidenceStats
 from spectrain.evaluation.report.sweep_report import markdown_table, sweep_drawings
 from spectrain.evaluation.report.tables import compare_with_simulation, distinct_names
-
-CONDITIONS = Conditions(
-    target="tiny",
-    target_revision="abc",
-    drafter="runs/x/drafter",
-    method="eagle3",
-    engine="hf",
-    engine_version="1.0",
-    suite="heldout",
-    num_speculative_tokens=3,
-    temperature=0.0,
-    top_p=1.0,
-    top_k=0,
-    proposal_policy="greedy",
-    concurrency=1,
-)
 
 
 def result(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from kills import die_before
-from test_hidden_states import make_meta, make_states, shard_of_tokens
+from state_stores import make_meta, make_states, shard_of_tokens
 
 from spectrain.data.hidden_states import StoredHiddenStates
 from spectrain.data.hidden_states_writer import HiddenStatesWriter

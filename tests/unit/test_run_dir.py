@@ -62,6 +62,16 @@ def test_tuples_and_lists_are_the_same_input(run_dir):
     assert decide(run_dir, fixed={"drafter.taps": (1, 2)}).skip
 
 
+@pytest.mark.parametrize("window", [None, 128])
+def test_a_setting_that_older_runs_did_not_have_changes_them_where_it_is_on(run_dir, window):
+    finish(run_dir, "fit", growing={})
+    later = FIXED | {"drafter.eagle3.sliding_window": window}
+    assert decide(run_dir, "fit", later, growing={}).skip == (window is None)
+    if window is not None:
+        finish(run_dir, "fit", later, growing={})
+        assert "sliding_window changed from 128 to null" in str(decide(run_dir, "fit", growing={}))
+
+
 def test_a_changed_fixed_input_says_what_changed_and_removes_what_came_of_it(run_dir):
     finish(run_dir, "generate", output=[run_dir.responses / "part"])
     finish(run_dir, "capture", output=[run_dir.hidden_states / "shard"])

@@ -11,10 +11,19 @@ from pathlib import Path
 import pytest
 import torch
 from drafter_tools import HIDDEN, VOCAB, Options, random_drafter
+from evaluation_records import halving_record
 from foreign_layouts import eagle3, write
 from safetensors.torch import save_file
-from served_drafters import COMMIT, command, rewrite, speculation, value_of, write_drafter, write_target
-from test_recommend import record
+from served_drafters import (
+    COMMIT,
+    command,
+    drafter,
+    rewrite,
+    speculation,
+    target,
+    value_of,
+    write_drafter,
+)
 from tiny import tiny_config
 
 from spectrain import cli
@@ -28,14 +37,7 @@ from spectrain.target.resolve import weights_fingerprint
 pytestmark = pytest.mark.vllm  # what is started, and with which arguments, goes by the vLLM that is installed
 
 
-@pytest.fixture
-def target(tmp_path) -> Path:
-    return write_target(tmp_path / "a target")  # the space has to survive shells
-
-
-@pytest.fixture
-def drafter(tmp_path, target) -> Path:
-    return write_drafter(tmp_path / "runs" / "mine" / "drafter", str(target))
+__all__ = ["drafter", "target"]
 
 
 # --- the command ---------------------------------------------------------------------------------------------------
@@ -162,7 +164,7 @@ def evaluated(run_dir: Path, digest: str, **speedups: float) -> None:
     revision = weights_fingerprint(run_dir.parents[1] / "a target")
     for name, speedup in speedups.items():
         n = int(name.removeprefix("n"))
-        path = record(n, speedup=speedup, target_revision=revision).write(run_dir / "eval")
+        path = halving_record(n, speedup=speedup, target_revision=revision).write(run_dir / "eval")
         stages[f"eval/s-{name}"] = {
             "status": "done",
             "inputs": {"fixed": {"drafter": digest}, "growing": {}},

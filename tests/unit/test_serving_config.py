@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from drafter_tools import HIDDEN, VOCAB
-from served_drafters import COMMIT, command, rewrite, speculation, write_drafter, write_target
+from served_drafters import COMMIT, command, drafter, rewrite, speculation, target
 
 from spectrain.drafters import serving_config as served
 from spectrain.drafters.serving_config import read_serving_config
@@ -19,14 +18,7 @@ from spectrain.target.identity import TargetIdentity
 pytestmark = pytest.mark.vllm  # what is started, and with which arguments, goes by the vLLM that is installed
 
 
-@pytest.fixture
-def target(tmp_path) -> Path:
-    return write_target(tmp_path / "a target")  # the space has to survive shells
-
-
-@pytest.fixture
-def drafter(tmp_path, target) -> Path:
-    return write_drafter(tmp_path / "runs" / "mine" / "drafter", str(target))
+__all__ = ["drafter", "target"]
 
 
 def test_a_folder_is_read_without_its_weights(drafter, target):

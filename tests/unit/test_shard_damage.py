@@ -8,7 +8,7 @@ import pickle
 from pathlib import Path
 
 import pytest
-from test_hidden_states import make_meta, make_states, shard_of_tokens
+from state_stores import make_meta, make_states, shard_of_tokens
 
 from spectrain.data.hidden_states import ShardFile, StoredHiddenStates
 from spectrain.data.hidden_states_writer import HiddenStatesWriter

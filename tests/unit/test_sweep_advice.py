@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from evaluation_records import record_of
 
 from spectrain.evaluation.prompt_figures import PromptFigures
 from spectrain.evaluation.records import EvaluationRecord
@@ -18,26 +19,9 @@ def prompt(number: int, seconds: float, plain_s: float, tokens: int = 100) -> Pr
 
 def record(method: str, n: int, speedup: float | None, **figures: Any) -> EvaluationRecord:
     drafts = figures.pop("shares", (0.5,) * n)
-    rates = {"speedup": speedup, "output_tokens_per_s": 10.0 * (speedup or 1.0)}
-    shares = {"acceptance_per_position": drafts, "conditional_acceptance_per_position": drafts}
-    known: dict[str, Any] = {
-        **dict.fromkeys(("target", "target_revision", "engine_version"), "x"),
-        **dict.fromkeys(("drafter", "acceptance_length_interval")),
-        **dict.fromkeys(("rounds", "drafted_tokens", "accepted_tokens", "output_tokens", "num_prompts"), 10),
-        **dict.fromkeys(("top_k", "cut_rounds"), 0),
-        "method": method,
-        "engine": "hf",
-        "suite": "s",
-        "num_speculative_tokens": n,
-        "temperature": 0.0,
-        "top_p": 1.0,
-        "proposal_policy": "greedy",
-        "concurrency": 1,
-        "acceptance_rate": 0.5,
-        "acceptance_length": 1 + sum(drafts),
-    }
-    known |= rates | shares
-    return EvaluationRecord(**{**known, **figures})
+    ours = {"method": method, "drafter": None, "suite": "s", "speedup": speedup, "num_prompts": 10}
+    ours |= {"num_speculative_tokens": n, "output_tokens_per_s": 10.0 * (speedup or 1.0)}
+    return record_of(drafts, **(ours | {"conditional_acceptance_per_position": drafts} | figures))
 
 
 def test_the_fastest_is_recommended_and_the_others_cost_what_they_lose():

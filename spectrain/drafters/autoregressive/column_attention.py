@@ -19,7 +19,7 @@ Legend: T columns, M of them counted, N heads, G key-value heads, R = N/G, d siz
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -81,6 +81,7 @@ class ColumnLayout:
     spans: list[Span]
     window: int | None = None  # positions that a query sees, its own included; None: all
     cache: dict[Any, Any] = field(default_factory=dict)  # masks, built once for all layers (and steps, if they share)
+    step: int = 0  # of the queries, as far as it decides what they see: always 0 without a window
 
     @classmethod
     def build(
@@ -104,24 +105,24 @@ class ColumnLayout:
             key, query = key + num_keys, query + num_queries
         return cls(on_device(query_M, torch.device(device)), query_M, document_ids_T, spans, window)
 
-    def mask_step(self, step: int) -> int:
-        """The step whose masks are those of this one."""
-        return 0 if self.window is None else step
+    def at_step(self, step: int) -> ColumnLayout:
+        """That of the queries of a step, with the same cache."""
+        return self if self.window is None else replace(self, step=step)
 
-    def ranges(self, step: int = 0) -> KeyRanges:
+    def ranges(self) -> KeyRanges:
         """Step-0 keys of each query: those of its document, up to itself, as far as it sees."""
         starts_D = np.searchsorted(self.document_ids_T, np.arange(self.document_ids_T[-1] + 1))
         starts_M = starts_D[self.document_ids_T[self.host_query_M]]
         if self.window is not None:
-            starts_M = np.maximum(starts_M, self.host_query_M + step + 1 - self.window)
+            starts_M = np.maximum(starts_M, self.host_query_M + self.step + 1 - self.window)
         return KeyRanges(starts_M[None], self.host_query_M[None] + 1, len(self.document_ids_T))
 
-    def hidden(self, span: Span, step: int = 0) -> Tensor:
-        """bool [q, keys]: which of a span's step-0 keys its queries of a step do not see."""
+    def hidden(self, span: Span) -> Tensor:
+        """bool [q, keys]: which of a span's step-0 keys its queries do not see."""
         columns = torch.arange(span.key_start, span.key_end, device=self.query_M.device)
         query_q1 = self.query_M[span.start : span.end, None]
         hidden = columns[None] > query_q1
-        return hidden if self.window is None else hidden | (columns[None] <= query_q1 + step - self.window)
+        return hidden if self.window is None else hidden | (columns[None] <= query_q1 + self.step - self.window)
 
 
 def _first_seen(query_M: np.ndarray, query: int, key_start: int, window: int | None) -> int:
@@ -151,11 +152,11 @@ def unrolled_attention(
     """
     if len(q_MNd) == 0:
         return q_MNd  # a batch in which no column counts; flex_attention cannot do it
-    step = len(own_k)
+    layout = layout.at_step(len(own_k))
     if layout.window is not None:
         own_k, own_v = own_k[-layout.window :], own_v[-layout.window :]
     attend = {"eager": _eager, "sdpa": _sdpa, "flex": _flex}[backend]
-    return attend(q_MNd, k0_TGd, v0_TGd, own_k, own_v, layout, layout.mask_step(step))
+    return attend(q_MNd, k0_TGd, v0_TGd, own_k, own_v, layout)
 
 
 def _own_scores(q_MGRd: Tensor, own_k: list[Tensor]) -> Tensor:
@@ -183,7 +184,6 @@ def _eager(
     own_k: list[Tensor],
     own_v: list[Tensor],
     layout: ColumnLayout,
-    step: int,
 ) -> Tensor:
     m, n, d = q_MNd.shape
     g = k0_TGd.shape[1]
@@ -196,7 +196,7 @@ def _eager(
         queries, keys = span.end - span.start, span.key_end - span.key_start
         q = q_MGRd[rows].permute(1, 2, 0, 3).reshape(g, -1, d)  # [G, R·q, d]: grouped heads share one product
         k, v = k0_TGd[columns].transpose(0, 1), v0_TGd[columns].transpose(0, 1)
-        scores = (q @ k.transpose(1, 2)).view(g, -1, queries, keys) + _hidden_scores(layout, span, step, q.dtype)
+        scores = (q @ k.transpose(1, 2)).view(g, -1, queries, keys) + _hidden_scores(layout, span, q.dtype)
         if own_MGRk is not None:
             scores = torch.cat([scores, own_MGRk[rows].permute(1, 2, 0, 3)], dim=-1)
         weights = F.softmax(scores, dim=-1)
@@ -209,14 +209,15 @@ def _eager(
     return _by_spans(layout, attend)
 
 
-def _hidden_scores(layout: ColumnLayout, span: Span, step: int, dtype: torch.dtype) -> Tensor:
+def _hidden_scores(layout: ColumnLayout, span: Span, dtype: torch.dtype) -> Tensor:
     """What is added to a span's scores, 0 or -inf [q, keys]; kept for later steps, unless that would be much."""
-    if (span, step) in layout.cache:
-        return layout.cache[span, step]
-    hidden = layout.hidden(span, step)
+    known = layout.cache.get((span, layout.step))
+    if known is not None:
+        return known
+    hidden = layout.hidden(span)
     scores = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
     if not span.again:
-        layout.cache[span, step] = scores
+        layout.cache[span, layout.step] = scores
     return scores
 
 
@@ -227,13 +228,12 @@ def _sdpa(
     own_k: list[Tensor],
     own_v: list[Tensor],
     layout: ColumnLayout,
-    step: int,
 ) -> Tensor:
     share = q_MNd.shape[1] // k0_TGd.shape[1]
 
     def attend(span: Span) -> Tensor:
         rows, columns = slice(span.start, span.end), slice(span.key_start, span.key_end)
-        visible = ~layout.hidden(span, step)
+        visible = ~layout.hidden(span)
         if own_k:
             diagonal = torch.eye(len(visible), dtype=torch.bool, device=visible.device)
             visible = torch.cat([visible, *[diagonal] * len(own_k)], dim=1)
@@ -255,18 +255,17 @@ def _flex(
     own_k: list[Tensor],
     own_v: list[Tensor],
     layout: ColumnLayout,
-    step: int,
 ) -> Tensor:
     m, n, d = q_MNd.shape
     g = k0_TGd.shape[1]
     queries, keys = bucket(m), bucket(len(k0_TGd))
-    if ("sparse", step) not in layout.cache:
-        layout.cache["sparse", step] = sparse_mask(layout.ranges(step).padded(queries, keys), q_MNd.device)
+    if ("sparse", layout.step) not in layout.cache:
+        layout.cache["sparse", layout.step] = sparse_mask(layout.ranges().padded(queries, keys), q_MNd.device)
     q_1NQd, k_1GKd, v_1GKd = (
         F.pad(x, (0, 0, 0, 0, 0, size - len(x))).transpose(0, 1)[None]
         for x, size in ((q_MNd, queries), (k0_TGd, keys), (v0_TGd, keys))
     )
-    out, aux = attend_sparsely(q_1NQd, k_1GKd, v_1GKd, layout.cache["sparse", step], with_lse=True)
+    out, aux = attend_sparsely(q_1NQd, k_1GKd, v_1GKd, layout.cache["sparse", layout.step], with_lse=True)
     out_MNd, lse_MN = out[0, :, :m].transpose(0, 1), aux.lse[0, :, :m].transpose(0, 1)
     if not own_k:
         return out_MNd
