@@ -9,17 +9,19 @@ whoever has kept it; where none is free, a batch travels as it would without slo
 
 from __future__ import annotations
 
-import io
 import itertools
-import pickle
+import math
 import weakref
 from collections import deque
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from spectrain.data.packing import PackedBatch
 
 _ALIGNED_BYTES = 64
 _numbers = itertools.count()
@@ -51,30 +53,52 @@ class BatchSlots:
     def writer(self, slot: int) -> SlotWriter:
         return SlotWriter(self._number, slot, self._part(slot))
 
-    def read(self, slot: int, content: bytes) -> Any:
-        """What was packed into a slot: its tensors are views of it. The slot is free when they are gone."""
-        part = self._part(slot)
-        weakref.finalize(part, self._free.append, slot).atexit = False
-        return _Unpickler(io.BytesIO(content), part).load()
+    def read(self, laid: InSlot) -> PackedBatch:
+        """A batch whose tensors are views of its slot, which is free when they are gone."""
+        part = self._part(laid.slot)
+        weakref.finalize(part, self._free.append, laid.slot).atexit = False
+        places = iter(laid.places)
+
+        def found(rest: Tensor) -> Tensor:
+            place = next(places)
+            if place is None:
+                return rest
+            # The tensor holds the array of the whole slot, so that this one lives as long as any of them.
+            flat = torch.frombuffer(part, dtype=rest.dtype, count=math.prod(place.shape), offset=place.start)
+            return flat.view(place.shape)
+
+        return laid.rest.each(found)
 
     def _part(self, slot: int) -> npt.NDArray[np.uint8]:
         first = slot * self.slot_bytes
         return self._memory[first : first + self.slot_bytes].numpy()
 
 
+class Place(NamedTuple):
+    """Of a tensor in a slot: its first byte, and its shape."""
+
+    start: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class InSlot:
-    """A value whose tensors lie in a slot, on its way from a worker."""
+    """A batch on its way from a worker. ``rest``: the batch, its tensors empty where they lie in the slot; ``places``:
+    theirs, in the order of ``PackedBatch.each``, None for those that travel in ``rest``.
+    """
 
-    def __init__(self, slots: int, slot: int, content: bytes) -> None:
-        self._slots, self._slot, self._content = slots, slot, content
+    slots: int
+    slot: int
+    rest: PackedBatch
+    places: tuple[Place | None, ...]
 
-    def value(self) -> Any:
+    def batch(self) -> PackedBatch:
         """Once, in the process that made the slots."""
-        return _opened[self._slots].read(self._slot, self._content)
+        return _opened[self.slots].read(self)
 
-    def pin_memory(self) -> Any:
-        """Of the value, what torch's loader makes of any batch: a copy in pinned memory."""
-        return self.value().pin_memory()
+    def pin_memory(self) -> PackedBatch:
+        """What torch's loader makes of any batch: a copy in pinned memory."""
+        return self.batch().pin_memory()
 
 
 class SlotWriter:
@@ -93,21 +117,26 @@ class SlotWriter:
         shape = (sum(map(len, parts)), *first.shape[1:])
         return torch.cat(parts, out=torch.frombuffer(room, dtype=first.dtype).view(shape))
 
-    def packed(self, value: Any) -> InSlot:
-        """``value``, with those of its tensors that are elsewhere laid into the slot, too."""
-        content = io.BytesIO()
-        _Pickler(content, self).dump(value)
-        return InSlot(self._slots, self._slot, content.getvalue())
+    def laid(self, batch: PackedBatch) -> InSlot:
+        """``batch``, with those of its tensors that are elsewhere laid into the slot, too."""
+        places: list[Place | None] = []
 
-    def place(self, tensor: Tensor) -> tuple[int, torch.dtype, tuple[int, ...]] | None:
-        """Where a tensor lies in the slot, to which it is copied if need be; None where it cannot lie there."""
+        def lay(tensor: Tensor) -> Tensor:
+            places.append(self._place(tensor))
+            return tensor if places[-1] is None else tensor.new_empty(0)
+
+        rest = batch.each(lay)
+        return InSlot(self._slots, self._slot, rest, tuple(places))
+
+    def _place(self, tensor: Tensor) -> Place | None:
+        """Where a tensor lies in the slot, to which it is copied if need be; None where there is no room for it."""
         first = self._part.ctypes.data
         if not (tensor.is_contiguous() and first <= tensor.data_ptr() < first + len(self._part)):
             room = self._room(tensor.nbytes)
             if room is None:
                 return None
             tensor = torch.frombuffer(room, dtype=tensor.dtype).view(tensor.shape).copy_(tensor)
-        return tensor.data_ptr() - first, tensor.dtype, tuple(tensor.shape)
+        return Place(tensor.data_ptr() - first, tuple(tensor.shape))
 
     def _room(self, size: int) -> npt.NDArray[np.uint8] | None:
         start = self._end
@@ -115,24 +144,3 @@ class SlotWriter:
             return None
         self._end = -(-(start + size) // _ALIGNED_BYTES) * _ALIGNED_BYTES
         return self._part[start : start + size]
-
-
-class _Pickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, writer: SlotWriter) -> None:
-        super().__init__(file, pickle.HIGHEST_PROTOCOL)
-        self._writer = writer
-
-    def persistent_id(self, value: object) -> Any:
-        return self._writer.place(value) if isinstance(value, Tensor) else None
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, part: npt.NDArray[np.uint8]) -> None:
-        super().__init__(file)
-        self._part = part
-
-    def persistent_load(self, place: Any) -> Tensor:
-        start, dtype, shape = place
-        # The tensor holds the array of the whole slot, so that this one lives as long as any of them.
-        found = torch.frombuffer(self._part, dtype=dtype, count=int(np.prod(shape)), offset=start)
-        return found.view(shape)

@@ -78,7 +78,7 @@ class _Batches(Dataset[PackedBatch | InSlot | _Failure]):
             writer = None if self._slots is None or request.slot is None else self._slots.writer(request.slot)
             join = torch.cat if writer is None else writer.join
             batch = pack_batch(documents, request.max_tokens, request.draw, join)
-            return batch if writer is None else writer.packed(batch)
+            return batch if writer is None else writer.laid(batch)
         except Exception as error:
             keys = ", ".join(document.key for document in documents)
             return _Failure(f"no batch can be made of the hidden states of {keys}: {error}")
@@ -133,7 +133,7 @@ class BatchLoader:
         try:
             batch = next(self._batches)
             if isinstance(batch, InSlot):
-                batch = batch.value()
+                batch = batch.batch()
         except (OSError, EOFError, RuntimeError) as error:  # documents raise none of these, see _Batches
             raise _worker_died(error) from error
         self.waited_s += time.perf_counter() - started

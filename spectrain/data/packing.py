@@ -76,7 +76,7 @@ class PackedBatch:
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """Moved, what is stored in 8 bits as such, and there as the float32 values that it stands for."""
-        moved = self._each(lambda tensor: tensor.to(device, non_blocking=True))._decoded()
+        moved = self.each(lambda tensor: tensor.to(device, non_blocking=True))._decoded()
         moved.host_tokens = None if moved.input_ids_T.device.type == "cpu" else self.host
         return moved
 
@@ -84,7 +84,7 @@ class PackedBatch:
         """Copied into pinned memory, from where ``to`` moves it while the device works. Torch's loader looks for this
         name.
         """
-        return self._each(Tensor.pin_memory)
+        return self.each(Tensor.pin_memory)
 
     def used_on(self, stream: torch.cuda.Stream) -> None:
         """``stream`` reads it: its memory is not another tensor's before that has ended, whoever made it."""
@@ -93,9 +93,10 @@ class PackedBatch:
             tensor.record_stream(stream)
             return tensor
 
-        self._each(used)
+        self.each(used)
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> PackedBatch:
+    def each(self, change: Callable[[Tensor], Tensor]) -> PackedBatch:
+        """A copy with every tensor changed, always in the same order."""
         changed: dict[str, Any] = {
             name: change(value) for name, value in vars(self).items() if isinstance(value, Tensor)
         }

@@ -94,8 +94,8 @@ MUTATIONS = (
     Mutation(
         "a slot is given to the next batch while this one is still in use",
         DATA + "batch_slots.py",
-        "weakref.finalize(part, self._free.append, slot).atexit = False",
-        "self._free.append(slot)",
+        "weakref.finalize(part, self._free.append, laid.slot).atexit = False",
+        "self._free.append(laid.slot)",
         ("tests/unit/test_batch_slots.py::test_a_slot_is_free_when_the_last_tensor_in_it_is_gone",),
     ),
     Mutation(

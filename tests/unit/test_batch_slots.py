@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from drafter_tools import Options, random_document, random_drafter, write_store
 from state_stores import LAST_IS_A_TAP, make_meta, make_states, with_last_tap
 from torch import Tensor
 
-from spectrain.data.batch_slots import BatchSlots, InSlot
+from spectrain.data.batch_slots import BatchSlots, InSlot, SlotWriter
 from spectrain.data.hidden_states import StoredHiddenStates
 from spectrain.data.hidden_states_writer import HiddenStatesWriter
 from spectrain.data.loader import BatchLoader, BatchRequest, _with_slots
@@ -20,10 +22,23 @@ from spectrain.data.packing import pack_batch
 CPU = torch.device("cpu")
 
 
+class Some:
+    """Tensors of any kind, as a batch has them."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors = tensors
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Some:
+        return Some({name: change(tensor) for name, tensor in self.tensors.items()})
+
+
+def lay(writer: SlotWriter, tensors: dict[str, Tensor]) -> InSlot:
+    return writer.laid(Some(tensors))  # type: ignore[arg-type]
+
+
 def read(sent: InSlot) -> dict[str, Tensor]:
-    assert isinstance(sent, InSlot)
-    found: dict[str, Tensor] = sent.value()
-    return found
+    found: Any = sent.batch()
+    return found.tensors
 
 
 def test_tensors_come_back_bit_for_bit_and_lie_in_the_slot() -> None:
@@ -40,7 +55,7 @@ def test_tensors_come_back_bit_for_bit_and_lie_in_the_slot() -> None:
         "empty": torch.empty(0, 4),
         "one": torch.tensor(2.5),
     }
-    found = read(writer.packed(value))
+    found = read(lay(writer, value))
     memory = slots._memory
     for name, wanted in value.items():
         ours = found[name]
@@ -56,7 +71,7 @@ def test_a_slot_is_free_when_the_last_tensor_in_it_is_gone() -> None:
     slots = BatchSlots(1, 4096)
     slot = slots.take()
     assert slot == 0 and slots.take() is None
-    found = read(slots.writer(slot).packed({"a": torch.zeros(4), "b": torch.ones(4)}))
+    found = read(lay(slots.writer(slot), {"a": torch.zeros(4), "b": torch.ones(4)}))
     kept = found["b"][1:3]
     del found
     assert slots.take() is None  # a view of one of them is still there
@@ -70,7 +85,7 @@ def test_what_has_no_room_travels_with_the_rest() -> None:
     writer = slots.writer(slots.take())
     large, small = torch.randn(100, 3), torch.arange(5)
     assert torch.equal(writer.join([large[:60], large[60:]]), large)
-    found = read(writer.packed({"large": large, "small": small}))
+    found = read(lay(writer, {"large": large, "small": small}))
     assert torch.equal(found["large"], large) and torch.equal(found["small"], small)
 
 
@@ -78,7 +93,7 @@ def test_pinned_memory_is_a_copy_that_leaves_the_slot(monkeypatch: pytest.Monkey
     options = Options(reduced=True)
     document = random_document("0011", 3, 0, random_drafter(options).head)
     slots = BatchSlots(1, 1 << 16)
-    sent = slots.writer(slots.take()).packed(pack_batch([document]))
+    sent = slots.writer(slots.take()).laid(pack_batch([document]))
     monkeypatch.setattr(Tensor, "pin_memory", Tensor.clone)  # for want of a GPU
     pinned = sent.pin_memory()
     assert slots.take() == 0
@@ -114,9 +129,9 @@ def test_a_whole_batch_fits_into_a_slot(tmp_path: Path, dtype: str, last: dict[s
     store = StoredHiddenStates(tmp_path)
     _, slots = _with_slots(iter([BatchRequest((0, 1, 2, 3), 36)]), store, 1)
     writer = slots.writer(slots.take())
-    sent = writer.packed(pack_batch([store.as_stored(number) for number in range(4)], 36, None, writer.join))
-    assert len(sent._content) < 2000  # no tensor is in it
-    assert sent.value().num_tokens == 36
+    sent = writer.laid(pack_batch([store.as_stored(number) for number in range(4)], 36, None, writer.join))
+    assert None not in sent.places
+    assert sent.batch().num_tokens == 36
 
 
 def test_sources_that_do_not_say_how_large_they_are_get_no_slots() -> None:
