@@ -322,8 +322,6 @@ FORMATS: dict[str, tuple[Callable[[Tensor], Encoded], dict[str, Any]]] = {
     "modelopt mxfp8": (modelopt_mxfp8, {**_MODELOPT, "quant_algo": "MXFP8"}),
     "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True}),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}),
-    "gptq 32": (gptq_32, {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}),
-    "awq 32": (awq_32, {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}),
     "bitsandbytes int8": (bnb_int8, {"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False}),
     "bitsandbytes nf4": (
         bnb_nf4,
@@ -332,13 +330,19 @@ FORMATS: dict[str, tuple[Callable[[Tensor], Encoded], dict[str, Any]]] = {
 }
 
 
+# Of more kinds that vLLM computes: matrices whose inputs are a multiple of 32.
+OF_VLLM: dict[str, tuple[Callable[[Tensor], Encoded], dict[str, Any]]] = {
+    "gptq 32": (gptq_32, {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}),
+    "awq 32": (awq_32, {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}),
+}
+
 # What engine=hf computes right.
 READ = [name for name in FORMATS if name.startswith(("fp8", "mxfp8", "compressed-tensors")) and "nvfp4" not in name]
 
 
 def quantise(name: str, source: Path, folder: Path) -> Path:
     """Writes ``source`` as ``folder`` in the format ``name``, its twin as ``folder/twin``; returns ``folder``."""
-    encode, description = FORMATS[name]
+    encode, description = {**FORMATS, **OF_VLLM}[name]
     quantised, twin = {}, {}
     for key, tensor in load_file(source / "model.safetensors").items():
         twin[key] = quantised[key] = tensor
