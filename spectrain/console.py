@@ -45,7 +45,12 @@ def _controls(letter: str) -> bool:
 
 
 class SafeConsole(Console):
-    """Prints no control character of a text as it is, wherever the text comes from."""
+    """Prints no control character of a text as it is, wherever the text comes from, and takes none of it for rich's
+    markup: "[/red]" and ":x:" in a name are letters, in a table's cell as in a line.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"markup": False, "emoji": False, **options})
 
     def render_str(self, text: str, **options: Any) -> Text:
         """Before anything is laid out, so that columns are as wide as what they show."""
@@ -209,7 +214,7 @@ def _display() -> Progress:
     global _progress
     if _progress is None:
         columns = (_Words(0), _Words(1, "cyan"), _Words(2), _Words(3))
-        _progress = Progress(TextColumn("{task.description:<9}"), BarColumn(), *columns, console=console)
+        _progress = Progress(TextColumn("{task.description:<9}", markup=False), BarColumn(), *columns, console=console)
         _progress.start()
     return _progress
 

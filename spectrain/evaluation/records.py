@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import types
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,9 +22,11 @@ from spectrain.decoding.acceptance import AcceptanceStats, acceptance, bootstrap
 from spectrain.errors import InputError, RunError
 from spectrain.evaluation.prompt_figures import PromptFigures, accuracy, prompt_figures
 from spectrain.evaluation.prompt_figures import PromptResult as PromptResult
+from spectrain.evaluation.record_fields import fits, frozen, impossible
 from spectrain.evaluation.reliability import ConfidenceStats
 from spectrain.evaluation.serving_figures import ServingFigures
 from spectrain.files import check_digest, finite_or_none, with_digest, without_digest, write_atomically
+from spectrain.reading import read_json
 
 Interval = tuple[float, float]
 # Of a record, what trackers show.
@@ -33,6 +34,7 @@ _FIGURES = (
     *("acceptance_length", "acceptance_length_interval", "acceptance_rate", "acceptance_per_position"),
     *("simulated_acceptance_length", "output_tokens_per_s", "speedup", "speedup_interval"),
 )
+SCHEMA_VERSION = 1
 STAGE_PREFIX = "eval/"  # of the manifest's entries of measurements
 UNTUNED = "-untuned"  # behind a kind's name: what the target brings along, measured beside what was tuned from it
 
@@ -116,7 +118,7 @@ class EvaluationRecord(Conditions):
     prompts: tuple[PromptFigures, ...] = ()
     inputs: str | None = None
     serving: ServingFigures | None = None
-    schema_version: int = field(default=1)
+    schema_version: int = field(default=SCHEMA_VERSION)
 
     @property
     def is_drafter(self) -> bool:
@@ -302,16 +304,14 @@ def _tokens_per_s(conditions: Conditions, results: Sequence[PromptResult]) -> fl
 def read_record(path: str | Path) -> EvaluationRecord:
     """The record in a file. Raises InputError that names the file and what is wrong with it, or that it was changed."""
     path = Path(path)
+    if not path.exists():
+        raise InputError(f"There is no evaluation record {path}: run `spectrain eval` first.")
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InputError(f"There is no evaluation record {path}: run `spectrain eval` first.") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        values = read_json(path)
+    except InputError as error:
         raise InputError(
             f"{path} is not a readable evaluation record ({error}): delete it and run `spectrain eval` again."
         ) from None
-    if not isinstance(values, dict):
-        raise InputError(f"{path} is not an evaluation record: it holds no JSON object.")
     digested, values = values, without_digest(values)
     hints = typing.get_type_hints(EvaluationRecord)
     required = {f.name for f in dataclasses.fields(EvaluationRecord) if f.default is dataclasses.MISSING}
@@ -320,14 +320,17 @@ def read_record(path: str | Path) -> EvaluationRecord:
     problems += [
         f"field {name} has a wrong type"
         for name, value in values.items()
-        if name in hints and not _fits(value, hints[name])
+        if name in hints and not fits(value, hints[name])
     ]
+    problems += [f"field {name}: no figure is {value}" for name, value in impossible(values)]
+    if values.get("schema_version", SCHEMA_VERSION) != SCHEMA_VERSION:
+        problems.insert(0, f"schema version {values['schema_version']}, this spectrain reads {SCHEMA_VERSION}")
     if problems:
         raise InputError(
             f"{path} is not an evaluation record of this version ({problems[0]}): run `spectrain eval` again."
         )
     check_digest(digested, path, "delete it and run `spectrain eval` again")
-    fields = {name: _frozen(value) for name, value in values.items()}
+    fields = {name: frozen(value) for name, value in values.items()}
     if fields.get("confidence") is not None:
         fields["confidence"] = ConfidenceStats(**fields["confidence"])
     if fields.get("serving") is not None:
@@ -361,34 +364,3 @@ def record_figures(records: Sequence[EvaluationRecord]) -> dict[str, Any]:
         for name in _FIGURES
         if getattr(record, name) is not None
     }
-
-
-def _frozen(value: Any) -> Any:
-    """Lists, at any depth, as tuples."""
-    if isinstance(value, dict):
-        return {name: _frozen(entry) for name, entry in value.items()}
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    """Whether a JSON value fits a field's type: the few shapes that records use."""
-    if isinstance(hint, types.UnionType):
-        return any(_fits(value, option) for option in typing.get_args(hint))
-    if typing.get_origin(hint) is tuple:
-        items = typing.get_args(hint)
-        if not isinstance(value, list):
-            return False
-        items = items[:1] * len(value) if items[-1] is Ellipsis else items
-        return len(items) == len(value) and all(_fits(item, kind) for item, kind in zip(value, items, strict=True))
-    if dataclasses.is_dataclass(hint):
-        fields = typing.get_type_hints(hint)
-        return (
-            isinstance(value, dict)
-            and value.keys() == fields.keys()
-            and all(_fits(value[name], fields[name]) for name in fields)
-        )
-    if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, hint)

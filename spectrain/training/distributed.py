@@ -18,6 +18,7 @@ import gc
 import logging
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -30,7 +31,7 @@ from torch import distributed
 
 from spectrain import signals
 from spectrain.console import console, say
-from spectrain.errors import ConfigError, SpectrainError
+from spectrain.errors import ConfigError, RunError, SpectrainError
 from spectrain.processes import ProcessId, available_cores
 
 T = TypeVar("T")
@@ -180,10 +181,20 @@ def joined() -> Iterator[Ranks]:
     alone anything is printed.
     """
     _name_slurm_task()
+    _check_place()
     from accelerate import PartialState
 
     threads = int(os.environ.get("OMP_NUM_THREADS") or 0)
-    state = PartialState(cpu=not torch.cuda.is_available(), timeout=_WAIT)
+    try:
+        state = PartialState(cpu=not torch.cuda.is_available(), timeout=_WAIT)
+    except ValueError as error:
+        raise ConfigError(f"what the launcher has set does not start several ranks: {error}") from error
+    except RuntimeError as error:  # of the network, in many lines
+        raise RunError(
+            f"the ranks did not meet at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} "
+            f"({str(error).strip().splitlines()[0]}): if another says why, mend that; if not, see whether this machine "
+            f"reaches that one"
+        ) from error
     if threads:
         torch.set_num_threads(threads)  # accelerate chooses otherwise
     for name in [n for n in os.environ if n in _OURS or n.startswith(_PREFIXES)]:
@@ -213,16 +224,47 @@ def joined() -> Iterator[Ranks]:
 
 def _name_slurm_task() -> None:
     """``srun`` tells a task its number in words of its own."""
-    if "WORLD_SIZE" in os.environ or "SLURM_PROCID" not in os.environ:
+    if "WORLD_SIZE" in os.environ or "SLURM_STEP_ID" not in os.environ:
         return
-    names = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
-    os.environ.update({name: os.environ[slurm] for name, slurm in names.items()})
+    # A step may have fewer tasks than the job.
+    count = os.environ.get("SLURM_STEP_NUM_TASKS") or os.environ.get("SLURM_NTASKS", "")
+    names = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID"}
+    missing = [slurm for slurm in names.values() if slurm not in os.environ]
+    if missing:
+        raise ConfigError(f"this is one of {count} tasks of srun, but {missing[0]} is not set: start it by srun itself")
+    os.environ.update({"WORLD_SIZE": count, **{name: os.environ[slurm] for name, slurm in names.items()}})
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise ConfigError(
-            f"srun starts {os.environ['WORLD_SIZE']} ranks but {missing[0]} is not set: export MASTER_ADDR (the first "
-            f"node's name) and MASTER_PORT in the batch script"
+            f"srun starts {count} ranks but {missing[0]} is not set: export MASTER_ADDR (the first node's name) and "
+            f"MASTER_PORT in the batch script"
         )
+
+
+def _check_place() -> None:
+    """What a launcher has said, before this process waits for others by it: they would not come."""
+    if "WORLD_SIZE" not in os.environ:
+        return  # accelerate reads what mpirun says
+    count = int(os.environ["WORLD_SIZE"])
+    limits = {"RANK": range(count), "LOCAL_RANK": range(count), "MASTER_PORT": range(1, 1 << 16)}
+    for name, numbers in limits.items():
+        said = os.environ.get(name)
+        if said is None and name != "RANK":
+            continue  # there are defaults
+        if said is None or not said.isdecimal() or int(said) not in numbers:
+            raise ConfigError(
+                f"this is one of {count} ranks (WORLD_SIZE), but {name} is {'not set' if said is None else said}, "
+                f"where {numbers[0]} to {numbers[-1]} make sense: torchrun, accelerate launch, srun and "
+                f"trainer.devices={count} set it"
+            )
+    address = os.environ.get("MASTER_ADDR")
+    try:
+        socket.getaddrinfo(address or "localhost", None)
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(
+            f"MASTER_ADDR={address} is no machine that this one knows ({getattr(error, 'strerror', None) or error}): "
+            f"name the first rank's"
+        ) from error
 
 
 @contextmanager

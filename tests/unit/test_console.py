@@ -35,6 +35,16 @@ def test_control_characters_are_shown_as_escapes(make):
         assert shown in text
 
 
+@pytest.mark.parametrize("name", ["a[/red]b", "runs/[bold]x", "to:smile:", "[link=x]y[/link]"])
+def test_a_name_is_no_markup(name):
+    """Rich would end with an error, leave letters out, or draw a picture."""
+    made = Table(title=f"A {name}", title_justify="left", show_header=False)
+    made.add_row(name)
+    stream = io.StringIO()
+    SafeConsole(file=stream, width=200).print(made, name)
+    assert stream.getvalue().count(name) == 3
+
+
 def test_columns_are_as_wide_as_what_they_show():
     made = Table(show_header=False)
     made.add_row("\x1b\x1b\x1b", "|")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -200,6 +201,12 @@ def test_file_names_differ_where_the_measurement_does():
         ({"acceptance_per_position": [0.5, "x"]}, "acceptance_per_position"),
         ({"colour": 1}, "unknown field colour"),
         ({"suite": ...}, "missing field suite"),
+        ({"acceptance_length": math.nan}, "acceptance_length: no figure is nan"),
+        ({"speedup": math.inf}, "speedup: no figure is inf"),
+        ({"rounds": -1}, "rounds: no figure is -1"),
+        ({"output_tokens": 10**400}, "output_tokens"),
+        ({"acceptance_length_interval": [math.nan, 2.0]}, "acceptance_length_interval"),
+        ({"schema_version": 2}, "schema version 2, this spectrain reads 1"),
     ],
 )
 def test_a_file_of_something_else_is_refused(tmp_path, change, message):
@@ -222,6 +229,25 @@ def test_a_figure_that_was_changed_is_found(tmp_path):
     del values["digest"]  # as earlier versions wrote it
     path.write_text(json.dumps(values))
     assert read_record(path) == full_record()
+
+
+@pytest.mark.parametrize("seconds", [math.nan, -1.0])
+def test_a_prompt_in_no_time_or_less_is_refused(tmp_path, seconds):
+    path = full_record().write(tmp_path)
+    values = json.loads(path.read_text())
+    del values["digest"]
+    values["prompts"][0]["seconds"] = seconds
+    path.write_text(json.dumps(values))
+    with pytest.raises(InputError, match="seconds: no figure is"):
+        read_record(path)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"rounds": ' + "9" * 5000 + "}", "[]", "\x00"])
+def test_text_that_is_no_record_is_refused_by_name(tmp_path, text):
+    (path := tmp_path / "record.json").write_text(text)
+    with pytest.raises(InputError, match="not a readable") as caught:
+        read_record(path)
+    assert str(path) in str(caught.value)
 
 
 def test_missing_or_cut_off_files_are_refused(tmp_path):
