@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 import hydra
 import yaml
@@ -70,6 +70,7 @@ GROUPS: dict[str, str | None] = {
 _APP = "spectrain"
 _PRIMARY = "spectrain_defaults"  # name of the primary configuration, which is no file
 _HYDRA_VERSION = "1.3"
+_registered: dict[str, Any] = {}  # what Hydra has been told already
 
 
 class ShippedAndUserFolders(SearchPathPlugin):
@@ -276,6 +277,8 @@ def _plain(composed: DictConfig) -> dict[str, Any]:
 
 def _resolve(values: Mapping[Any, Any]) -> dict[str, Any]:
     """``values`` with references followed; what is secret, and what came from the environment, as ``MaskedText``."""
+    if not _has_references(values):
+        return cast("dict[str, Any]", mask(values, values))
     with one_line():
         resolved = written = OmegaConf.to_container(OmegaConf.create(dict(values)), resolve=True)
         quoted_values = _quote_environment(values)
@@ -284,6 +287,15 @@ def _resolve(values: Mapping[Any, Any]) -> dict[str, Any]:
             written = OmegaConf.to_container(OmegaConf.create(quoted_values), resolve=True)
     masked: dict[str, Any] = mask(resolved, written)
     return masked
+
+
+def _has_references(values: Any) -> bool:
+    """Whether OmegaConf has to look at them: also for what is no JSON, which it may refuse."""
+    if isinstance(values, dict):
+        return any(not isinstance(name, str) or _has_references(value) for name, value in values.items())
+    if isinstance(values, list):
+        return any(map(_has_references, values))
+    return "${" in values if isinstance(values, str) else not isinstance(values, bool | int | float | None)
 
 
 def _quote_environment(values: Any) -> Any:
@@ -302,7 +314,10 @@ def _register(parsed: Sequence[Override]) -> None:
     """
     Plugins.instance().register(ShippedAndUserFolders)
     store = ConfigStore.instance()
-    store.store(name=_PRIMARY, node=_primary_node(_base_values(parsed)))
+    node = _primary_node(_base_values(parsed))
+    if node != _registered.get(_PRIMARY):  # Hydra makes an object of every key
+        store.store(name=_PRIMARY, node=node)
+        _registered[_PRIMARY] = node
     # A drafter of the user's own module is an option of the group like any other, without a file.
     for name in user_drafters(parsed):
         store.store(group="drafter", name=name, node={"method": name})
