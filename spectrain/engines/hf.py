@@ -378,7 +378,9 @@ class HFEngine:
         kv_layers: Sequence[int] = (),
     ) -> Iterator[TargetStates]:
         # The trainer's head, not the model's: the log-normalizer must be that of the logits the trainer will compute.
-        head = TargetHead.from_checkpoint(self.resolved.folder, dtype=torch.float32, device=self.target.device)
+        head = TargetHead.from_checkpoint(
+            self.resolved.folder, torch.float32, self.target.device, self.target.has_own_code
+        )
         most = self.config.capture_tokens
         asked = (tuple(tap_ids), tuple(kv_layers))
         return capture_states(self.target, head, responses, *asked, most, states_dtype, stored)

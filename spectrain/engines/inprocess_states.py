@@ -53,5 +53,6 @@ class InProcessStates:
     @cached_property
     def _capture(self) -> BatchCapture:
         # As in capture: the log-normalizer must be that of the logits the trainer will compute.
-        head = TargetHead.from_checkpoint(self._resolved.folder, dtype=torch.float32, device=self._target.device)
+        target = self._target
+        head = TargetHead.from_checkpoint(self._resolved.folder, torch.float32, target.device, target.has_own_code)
         return BatchCapture(self._target, head, *self._asked)

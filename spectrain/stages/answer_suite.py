@@ -163,7 +163,8 @@ def load_measured_drafter(context: Context, device: torch.device) -> Drafter:
     """The drafter that is measured, on ``device``, with the target's embedding and head."""
     length = context.config.target.max_length
     drafter = load_drafter(context.measured_drafter, context.spec.default_taps(), length)
-    drafter.attach(TargetHead.from_checkpoint(context.target.folder, device=device))
+    trusted = context.config.target.trust_remote_code
+    drafter.attach(TargetHead.from_checkpoint(context.target.folder, device=device, trust_remote_code=trusted))
     return drafter.to(device)
 
 

@@ -31,7 +31,13 @@ from spectrain.stages.drafter_checks import (
 )
 from spectrain.stages.run_dir import RunDir, work_dir
 from spectrain.stages.states_checks import check_disk, check_source
-from spectrain.stages.target_checks import check_at_work, check_strategy, check_trackers, check_trackers_answer
+from spectrain.stages.target_checks import (
+    check_at_work,
+    check_family,
+    check_strategy,
+    check_trackers,
+    check_trackers_answer,
+)
 
 if TYPE_CHECKING:
     from spectrain.data.prompts import Conversation, PromptSplit
@@ -130,6 +136,7 @@ def prepare(
         context.learn_spec()
     if context.spec_or_none is not None:
         _check_against_target(context)
+        check_family(context)
     if fetch or context.source.folder is not None:
         _ = context.template  # raises for a target that cannot chat
         _screen_prompts(context)

@@ -66,5 +66,5 @@ def _target_copies(config: SpectrainConfig, source: Path, named: bool) -> dict[s
         folder = resolve_target(target).folder
     except InputError as error:
         raise InputError(f"{error}; {advice}") from error
-    head = TargetHead.from_checkpoint(folder)
+    head = TargetHead.from_checkpoint(folder, trust_remote_code=target.trust_remote_code)
     return {"embed_tokens.weight": head.embed_weight, "lm_head.weight": head.lm_head_weight}

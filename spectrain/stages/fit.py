@@ -145,7 +145,7 @@ def _train(context: Context, store: HiddenStateSource, train: Sequence[int], hel
     from spectrain.training.trainer import FitPaths, Trainer
 
     config, run_dir, ranks = context.config, context.run_dir, context.ranks
-    head = TargetHead.from_checkpoint(context.target.folder)
+    head = TargetHead.from_checkpoint(context.target.folder, trust_remote_code=config.target.trust_remote_code)
     counts = ranks.from_first(lambda: count_tokens(store, train, head.vocab_size, config.trainer.packed_length))
     train, counts = counts.of_teaching(train)
     if config.drafter.path is not None:

@@ -213,11 +213,29 @@ def check_transformers(config: SpectrainConfig) -> Iterator[Finding]:
     by = f", written by transformers {written}" if written else ""
     if kind in CONFIG_MAPPING or fields.get("auto_map"):
         yield Finding("transformers", "ok", f"transformers {version} knows {kind}{by}")
+        yield from _found_family(config, folder)
     else:
         text = f"transformers {version} does not know {kind}{by}"
         yield Finding(
             "transformers", "failure", text, "install a newer transformers, or use engine=vllm for this target"
         )
+
+
+def _found_family(config: SpectrainConfig, folder: Path) -> Iterator[Finding]:
+    """What was found of a target that takes the generic path; nothing of one whose family is known."""
+    from spectrain.target.families import head_math
+    from spectrain.target.generic_family import describe
+    from spectrain.target.spec import load_config
+
+    try:
+        hf_config = load_config(folder, config.target.trust_remote_code)
+        math = head_math(hf_config)
+    except SpectrainError as error:
+        yield Finding("target", "failure", str(error))
+        return
+    if math.family.found:
+        text = describe(math, hf_config.get_text_config(decoder=True).model_type)
+        yield Finding("target", "ok", f"{text}; compared with its weights when they are loaded")
 
 
 def _version(package: str) -> str | None:

@@ -12,6 +12,7 @@ import os
 from itertools import chain, compress
 from typing import TYPE_CHECKING
 
+from spectrain.console import say
 from spectrain.errors import ConfigError, InputError
 from spectrain.files import bytes_text, digest_strings
 
@@ -27,7 +28,6 @@ _OWN_LOOP = ("eager", "sdpa")  # attention that takes the masks of rows of diffe
 
 def check_at_work(context: Context) -> None:
     """Everything about a target whose folder is here."""
-    _check_family(context)
     _check_prompts(context)
     _check_attention_implementation(context)
     if context.command.trains:
@@ -41,14 +41,19 @@ def _in_process(context: Context) -> bool:
     return beside or (context.config.engine.name == "hf" and runs)
 
 
-def _check_family(context: Context) -> None:
-    """Whoever runs the target here, or computes with its head, knows its family."""
+def check_family(context: Context) -> None:
+    """Whoever runs the target here, or computes with its head, knows its family, or says what was found of it. Needs
+    its dimensions alone.
+    """
     from spectrain.target.families import head_math
-    from spectrain.target.spec import load_config
 
     command = context.command
     if _in_process(context) or command.captures or command.trains or command.measures:
-        head_math(load_config(context.target.folder, context.config.target.trust_remote_code))
+        math = head_math(context.spec.config)
+        if math.family.found:
+            from spectrain.target.generic_family import describe
+
+            say(f"target {context.config.target.name}: {describe(math, context.spec.model_type)}")
 
 
 def _check_prompts(context: Context) -> None:

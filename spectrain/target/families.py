@@ -2,8 +2,9 @@
 
 A decoder's ends differ between families in five facts: the kind of final norm, whether its gain is ``w`` or ``1 + w``,
 a factor on the embeddings, a factor on the logits, and a soft-cap on the logits. Getting one wrong gives a teacher that
-looks plausible and is wrong, so nothing is guessed: a model type that is not in ``FAMILIES`` is an error, and so is a
-known one whose configuration carries a factor that its entry does not read.
+looks plausible and is wrong, so nothing is guessed: of a model type that is not in ``FAMILIES`` they are measured on
+its own code (``generic_family.py``) and compared with the loaded model before anything is done with them; a known one
+whose configuration carries a factor that its entry does not read is an error.
 
 To add a family, read its ``modeling_*.py`` in transformers (the norm's ``forward``, the embedding module, the lines
 after ``lm_head``), add an entry, and add a tiny configuration of it to ``CONFIGS`` in ``tiny_targets.py``:
@@ -39,15 +40,15 @@ SQRT_HIDDEN = "sqrt(hidden_size)"
 @dataclass(frozen=True)
 class Family:
     """Facts of one family. Names are those of ``config.json`` and of the checkpoint's tensors, below a prefix of
-    ``prefixes``.
+    ``prefixes``. Where a field is named, a number may stand that was measured and that no field holds.
     """
 
     norm: str = "rms"  # rms: x / sqrt(mean(x²) + eps); layer: the mean is subtracted first
     one_plus: bool = False  # gain 1 + w, with w stored around 0
-    eps_field: str = "rms_norm_eps"
-    embed_scale: str | None = None  # SQRT_HIDDEN, or the field whose value multiplies the embeddings
-    logit_multiplier: str | None = None  # field whose value multiplies the logits
-    logit_divisor: str | None = None  # field whose value divides the logits
+    eps_field: str | float = "rms_norm_eps"
+    embed_scale: str | float | None = None  # SQRT_HIDDEN, or the field whose value multiplies the embeddings
+    logit_multiplier: str | float | None = None  # field whose value multiplies the logits
+    logit_divisor: str | float | None = None  # field whose value divides the logits
     soft_cap: str | None = None  # field with c in c·tanh(logits / c); applied last
     # Where the decoder lies, in checkpoints (current and older layouts) and in the module tree alike; the first that
     # fits counts.
@@ -59,6 +60,7 @@ class Family:
     # Its decoder hands out the keys and values of the last layer of each kind that makes its own (``shared_kv_states``
     # of transformers), which later layers and an assistant read.
     hands_out_kv: bool = False
+    found: bool = False  # measured, not known: ``generic_check`` compares before anything is done
 
 
 _PLAIN = Family()
@@ -152,15 +154,13 @@ def at_least_float32(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def family_of(model_type: str) -> Family:
-    """``InputError`` for a family that nothing is known of."""
-    family = FAMILIES.get(model_type)
+def family_of(hf_config: Any) -> Family:
+    """Facts of the family of a transformers configuration; ``InputError`` where they are neither known nor found."""
+    family = FAMILIES.get(hf_config.get_text_config(decoder=True).model_type)
     if family is None:
-        raise InputError(
-            f"target of model type {model_type!r}: its norm gain, logit scale, soft-cap and embedding scale are "
-            f"not known and never "
-            "guessed; add an entry to FAMILIES in spectrain/target/families.py (the top of that file says how)"
-        )
+        from spectrain.target.generic_family import find_family  # builds the model
+
+        return find_family(hf_config)
     return family
 
 
@@ -169,8 +169,9 @@ def head_math(hf_config: Any) -> HeadMath:
     is known of.
     """
     text = hf_config.get_text_config(decoder=True)
-    family = family_of(text.model_type)
-    _reject_unread_scaling(text, family)
+    family = family_of(hf_config)
+    if not family.found:
+        _reject_unread_scaling(text, family)
     scale = _number(text, family.logit_multiplier, 1.0) / _number(text, family.logit_divisor, 1.0)
     embed_scale = text.hidden_size**0.5 if family.embed_scale == SQRT_HIDDEN else _number(text, family.embed_scale, 1.0)
     soft_cap = getattr(text, family.soft_cap, None) if family.soft_cap else None
@@ -189,7 +190,9 @@ def _reject_unread_scaling(text_config: Any, family: Family) -> None:
             )
 
 
-def _number(text_config: Any, name: str | None, default: float | None) -> float:
+def _number(text_config: Any, name: str | float | None, default: float | None) -> float:
+    if isinstance(name, float):
+        return name
     value = getattr(text_config, name, None) if name else default
     if value is None:
         raise InputError(

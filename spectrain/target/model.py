@@ -33,7 +33,7 @@ from spectrain.target.folder_files import load_tokenizer
 from spectrain.target.quantization import Quantization, quantization_of, require_even_rows, require_readable
 from spectrain.target.resolve import ResolvedTarget
 from spectrain.target.served_rope import settle
-from spectrain.target.spec import TargetSpec, end_token_ids, load_config
+from spectrain.target.spec import TargetSpec, causal_model_class, end_token_ids, has_own_code, load_config
 
 _META = {"": "meta"}  # device map of a model that has shapes and no numbers
 
@@ -90,8 +90,9 @@ class TargetModel:
         """Loads tokenizer and weights of ``resolved.folder`` (safetensors only). Rotary embeddings that depend on the
         length served are those of ``target.max_length``; quantised weights are dequantised.
 
-        Raises ``InputError`` for a family that is not known, a quantisation that transformers does not read right, or a
-        checkpoint that cannot be read or is not its configuration's; ``ConfigError`` for a device that is not there.
+        Raises ``InputError`` for a family that is not known and does not fit the generic path, a quantisation that
+        transformers does not read right, or a checkpoint that cannot be read or is not its configuration's;
+        ``ConfigError`` for a device that is not there.
         """
 
         hf_config = load_config(resolved.folder, config.trust_remote_code)
@@ -107,11 +108,20 @@ class TargetModel:
         note_offloaded(model, config.device_map)
         if quantization is not None:
             _finish_dequantising(model, dtype)
-        return cls(model, tokenizer, spec, math, placement, device)
+        target = cls(model, tokenizer, spec, math, placement, device)
+        if math.family.found:
+            from spectrain.target.generic_check import check_generic  # runs the model
+
+            check_generic(target, resolved.folder, config.trust_remote_code)
+        return target
 
     @property
     def device(self) -> torch.device:
         return self._lm_head.weight.device if self._device is None else self._device
+
+    @property
+    def has_own_code(self) -> bool:
+        return has_own_code(self.model.config)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -271,21 +281,6 @@ def _from_pretrained(
     extra = getattr(text, "num_nextn_predict_layers", None) or 0
     check_loading(info, folder, text.num_hidden_layers, extra)
     return model
-
-
-def causal_model_class(hf_config: Any) -> Any:
-    """The class of transformers' that makes a model of this configuration: some wrappers (Kimi-K2.5, MiniMax-M3) are
-    known to it as models of images and text alone. Their language model is run.
-    """
-    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    wrapped = type(hf_config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    return (
-        AutoModelForImageTextToText
-        if wrapped and type(hf_config) not in MODEL_FOR_CAUSAL_LM_MAPPING
-        else (AutoModelForCausalLM)
-    )
 
 
 @contextmanager

@@ -73,7 +73,8 @@ class TargetSpec:
     dtype: torch.dtype
     quantization: Quantization | None = None
     experts: Experts | None = None
-    # All fields of the language model's configuration, for what is built like its layers.
+    # What this was read from, and all fields of the language model's part, for what is built like its layers.
+    config: Any = field(default=None, compare=False, repr=False)
     fields: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     attention_entries: int | None = None  # of all layers' attention matrices; None: four ordinary ones a layer
     kv_shapes: tuple[tuple[int, int], ...] = ()  # (key-value heads, size of a head) of each layer, where layers differ
@@ -116,6 +117,7 @@ class TargetSpec:
             dtype=_dtype(hf_config, text),
             quantization=quantization_of(hf_config, folder),
             experts=_experts(text),
+            config=hf_config,
             fields=text.to_dict(),
             attention_entries=attention_entries(text, layer_types),
             kv_shapes=_kv_shapes(text, layers),
@@ -209,6 +211,26 @@ def load_config(folder: Path, trust_remote_code: bool = False) -> Any:
         raise InputError(
             f"{path} cannot be read as a target configuration ({type(error).__name__}: {reason})"
         ) from error
+
+
+def causal_model_class(hf_config: Any) -> Any:
+    """The class of transformers' that makes a model of this configuration: some wrappers (Kimi-K2.5, MiniMax-M3) are
+    known to it as models of images and text alone. Their language model is run.
+    """
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    wrapped = type(hf_config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return (
+        AutoModelForImageTextToText
+        if wrapped and type(hf_config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+        else (AutoModelForCausalLM)
+    )
+
+
+def has_own_code(hf_config: Any) -> bool:
+    """Whether a configuration was read with Python code of the target's, which was allowed then."""
+    return type(hf_config).__module__.startswith("transformers_modules")
 
 
 def _required(text_config: Any, name: str) -> int:

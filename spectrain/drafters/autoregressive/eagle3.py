@@ -284,7 +284,7 @@ class Eagle3Method(AutoregressiveMethod):
             layer.post_attention_layernorm.weight.copy_(gain.float() + offset)
 
     def check_copies(self, config: DrafterConfig, spec: TargetSpec, folder: Path) -> None:
-        self._copied(family_of(spec.model_type), spec, ShapesReader(folder))
+        self._copied(family_of(spec.config), spec, ShapesReader(folder))
 
     def _copied(self, family: Family, spec: TargetSpec, reader: CheckpointReader) -> dict[str, Tensor]:
         return read_layer(family, reader, spec.num_layers - 1, ("mlp",), spec.quantization)

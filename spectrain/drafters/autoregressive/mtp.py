@@ -178,7 +178,7 @@ class MtpMethod(AutoregressiveMethod):
         with torch.device("meta"):
             state = MtpBody(shape).state_dict()
         if config.init == LAST_LAYER:
-            read_last_layer(state, spec, family_of(spec.model_type), reader)
+            read_last_layer(state, spec, family_of(spec.config), reader)
         else:
             read_native(state, shape, reader)
         stacked = has_stacked_experts(reader.reader.names, shape.head, shape.target_layers)

@@ -133,7 +133,7 @@ class BlockMethod(DrafterMethod):
                 layer.post_attention_layernorm.weight.copy_(gain.float() + offset)
 
     def check_copies(self, config: DrafterConfig, spec: TargetSpec, folder: Path) -> None:
-        for _ in self._copied(family_of(spec.model_type), spec, ShapesReader(folder), config.num_layers):
+        for _ in self._copied(family_of(spec.config), spec, ShapesReader(folder), config.num_layers):
             pass
 
     def _copied(
