@@ -39,6 +39,7 @@ import drafters
 import engines
 import evaluation
 import gemma4
+import generic
 import mtp
 import publishing
 import signals
@@ -69,6 +70,7 @@ AREAS = (
         targets,
     ),
     gemma4,
+    generic,
     publishing,
     signals,
 )
