@@ -32,6 +32,7 @@ _PARTS = {
     "qweight": frozenset({"qzeros", "scales", "g_idx"}),
 }
 _NUMBERS = ("weight_shape", "g_idx")  # parts whose numbers decide whether a matrix can be read
+_SCALES = frozenset({torch.float8_e4m3fn, torch.uint8, torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _ENDS_REMEDY = "use a checkpoint whose embeddings and head have 16 or 32 bits"
 # The sixteen values of a four-bit float (E2M1: OCP MX 1.0, section 5.3.3), by code.
 _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
@@ -114,9 +115,34 @@ def _dequantised(
     if not set(parts) <= {codes} | _PARTS[codes]:
         return None
     tensors = {part: reader.get(name) for part, name in parts.items()}
+    for part, tensor in tensors.items():
+        problem = _problem(part, tensor, is_codes=part == codes)
+        if problem:
+            raise InputError(
+                f"tensor {parts[part]} in {reader.folder} {problem}: the checkpoint is damaged, or is not what "
+                f"config.json says ({quantization.name})"
+            )
     if codes == "qweight":
         return _gptq(tensors, quantization) if quantization.is_gptq else _awq(tensors, quantization)
     return _floats(tensors, codes) if tensors[codes].dtype == torch.uint8 else _integers(tensors, quantization)
+
+
+def _problem(part: str, tensor: Tensor, is_codes: bool) -> str:
+    """What no scheme's part is: codes in no matrix, scales that are no numbers."""
+    if part in _NUMBERS:
+        fits = tensor.ndim == 1 and tensor.dtype in (torch.int32, torch.int64)
+    elif is_codes:
+        fits = tensor.ndim == 2
+    elif part in ("qzeros", "weight_zero_point"):
+        fits = tensor.ndim == 2 and tensor.dtype == torch.int32
+    else:
+        fits = tensor.dtype in _SCALES and (tensor.ndim == 2 or part != "scales")
+    if not fits or not tensor.numel():
+        return f"is of type {tensor.dtype} and of shape {tuple(tensor.shape)}"
+    if is_codes or tensor.is_meta or tensor.dtype not in _SCALES:
+        return ""
+    scale = power_of_two(tensor) if tensor.dtype == torch.uint8 else tensor.float()
+    return "" if scale.isfinite().all() else "holds values that are not finite"
 
 
 def _integers(tensors: Mapping[str, Tensor], quantization: Quantization) -> Tensor | None:
@@ -133,6 +159,8 @@ def _integers(tensors: Mapping[str, Tensor], quantization: Quantization) -> Tens
     if group is None:
         return None
     zero_NG: Tensor | int = 1 << (fitting[0] - 1)
+    if quantization.zero_points not in (None, "weight_zero_point" in tensors):
+        return None
     if "weight_zero_point" in tensors:  # packed as the codes are, along the outputs
         packed_WG = tensors["weight_zero_point"]
         if packed_WG.dtype != torch.int32 or packed_WG.shape != (_words(outputs, fitting[0]), scale_NG.shape[1]):
@@ -190,7 +218,7 @@ def _floats(tensors: Mapping[str, Tensor], codes: str) -> Tensor | None:
     shape = (packed.shape[0], packed.shape[-1] * 2)
     group = _group(scale_NG, shape, (_FLOAT_GROUPS[scale_NG.dtype],))
     of_matrix = factor if divisor is None else divisor
-    if group is None or (of_matrix is None) != (scale_NG.dtype == torch.uint8):
+    if group != _FLOAT_GROUPS[scale_NG.dtype] or (of_matrix is None) != (scale_NG.dtype == torch.uint8):
         return None
     if of_matrix is not None and of_matrix.numel() != 1:
         return None

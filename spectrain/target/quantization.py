@@ -142,6 +142,12 @@ class Quantization:
         exceptions = [rules.get("sym", True) for rules in own if isinstance(rules, Mapping)]
         return self.fields.get("sym") is True and all(exceptions)
 
+    @property
+    def zero_points(self) -> bool | None:
+        """Whether compressed-tensors' matrices have zero points; None where some have."""
+        found = {not weights.get("symmetric", True) for weights in self._weights}
+        return found.pop() if len(found) == 1 else None
+
     @cached_property
     def integer_bits(self) -> frozenset[int]:
         """Bits of packed integers, as the configuration says."""

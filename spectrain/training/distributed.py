@@ -22,7 +22,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -72,6 +72,7 @@ class Ranks:
     count: int = 1
     waiting: Any = None  # process group of those who wait for the first rank
     agreeing: Any = None  # process group that compares errors
+    speaks_here: bool = False  # the first of those that its launcher has started, where another one has started others
 
     @property
     def is_first(self) -> bool:
@@ -208,14 +209,23 @@ def joined() -> Iterator[Ranks]:
         distributed.new_group(backend="gloo", timeout=_AGREE),
     )
     console.quiet = not ranks.is_first
-    leader = [ProcessId.of_this()]
-    distributed.broadcast_object_list(leader, src=0, group=ranks.waiting)
+    this = ProcessId.of_this()
+    everybody = ranks.gathered((this, (this.host, this.boot, this.namespace, os.getppid())))
+    launchers = [launcher for _, launcher in everybody]
+    first_of_its_launcher = launchers.index(launchers[ranks.index]) == ranks.index
+    ranks = replace(ranks, speaks_here=first_of_its_launcher and len(set(launchers)) > 1)
     if not ranks.is_first:
-        signals.follow(leader[0])
+        signals.follow(everybody[0][0])
     signals.end_with_parent()  # torch's launcher, killed, would leave its ranks behind
     try:
         yield ranks
     except BaseException as error:
+        if ranks.lost_a_peer(error) and ranks.speaks_here:
+            console.quiet = False
+            raise RunError(
+                f"rank {ranks.index} of {ranks.count} has lost another one, and ends with it: what that one said, or "
+                f"what its machine says, is why; what was made is kept; {signals.CONTINUES}"
+            ) from error
         console.quiet = not ranks.is_ours_to_say(error)
         raise
     gc.collect()  # a wrapper around the drafter keeps its group alive, whose threads must not outlive the interpreter

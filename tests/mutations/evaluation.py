@@ -10,6 +10,20 @@ RECOMMEND = "tests/unit/test_recommend.py"
 
 MUTATIONS = (
     Mutation(
+        "a record may hold NaN",
+        "spectrain/evaluation/record_fields.py",
+        "not 0 <= value <= sys.float_info.max",
+        "value < 0",
+        ("tests/unit/test_records.py",),
+    ),
+    Mutation(
+        "a name in a table is markup",
+        "spectrain/console.py",
+        '"markup": False',
+        '"markup": True',
+        ("tests/unit/test_console.py",),
+    ),
+    Mutation(
         "last hidden state replayed before the final norm",
         "spectrain/evaluation/replay.py",
         "return read_hidden(drafter, self.target, self._output.last_hidden_BSH)",

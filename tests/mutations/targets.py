@@ -8,6 +8,20 @@ ROPE, STRANGE = "tests/unit/test_served_rope.py", "tests/pipeline/test_strange_t
 
 MUTATIONS = (
     Mutation(
+        "a packed head's scales may be NaN",
+        "spectrain/target/packed_weights.py",
+        'return "" if scale.isfinite().all() else "holds values that are not finite"',
+        'return ""',
+        ("tests/unit/test_packed_heads.py",),
+    ),
+    Mutation(
+        "zero points that are missing are guessed",
+        "spectrain/target/packed_weights.py",
+        'if quantization.zero_points not in (None, "weight_zero_point" in tensors):',
+        "if False:",
+        ("tests/unit/test_packed_heads.py",),
+    ),
+    Mutation(
         "a missing tensor is filled at random in silence",
         "spectrain/target/checkpoint.py",
         'missing = _of_the_decoder(info["missing_keys"])',

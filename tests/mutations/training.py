@@ -10,6 +10,13 @@ STRATEGIES = "tests/equivalence/test_strategies.py"
 
 MUTATIONS = (
     Mutation(
+        "srun's tasks of the job are taken for those of the step",
+        TRAINING + "distributed.py",
+        'os.environ.get("SLURM_STEP_NUM_TASKS") or os.environ.get("SLURM_NTASKS", "")',
+        'os.environ.get("SLURM_NTASKS", "")',
+        ("tests/unit/test_joining.py",),
+    ),
+    Mutation(
         "trainer.compile compiles nothing",
         TRAINING + "trainer.py",
         "with compiled_pieces(self.config.trainer.compile):",

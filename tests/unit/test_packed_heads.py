@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -91,4 +93,46 @@ def test_what_has_more_to_it_is_refused_by_name(
     parts, _ = encoded(name, llama)
     folder = with_head(llama, tmp_path / "q", parts | beside, SCHEMES[name][1] | described)
     with pytest.raises(InputError, match=rf"lm_head\.weight.*quantised by .*{named}.*16 or 32 bits"):
+        check_head(folder)
+
+
+FLAT, TO_NAN = (lambda t: t.reshape(-1)), (lambda t: torch.full_like(t.float(), math.nan).to(t.dtype))
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "change"),
+    [
+        ("gptq 4", "qweight", FLAT),
+        ("gptq 4", "scales", FLAT),
+        ("gptq 4", "scales", lambda t: t[:0]),
+        ("gptq 4", "scales", TO_NAN),
+        ("gptq 4", "qzeros", FLAT),
+        ("awq", "qweight", FLAT),
+        ("awq", "qzeros", lambda t: t.half()),
+        ("awq", "scales", lambda t: t / 0),
+        ("int4 group", "weight_packed", lambda t: t.reshape(-1)[0]),
+        ("int4 group", "weight_shape", lambda t: t[None]),
+        ("int4 group", "weight_shape", lambda t: t.float()),
+        ("int4 group", "weight_scale", TO_NAN),
+        ("int4 group", "weight_scale", lambda t: t.long()),
+        ("modelopt nvfp4", "weight_scale_2", TO_NAN),
+        ("compressed-tensors mxfp4", "weight_scale", lambda t: torch.full_like(t, 255)),
+    ],
+)
+def test_parts_that_no_scheme_has_are_named(
+    name: str, part: str, change: Callable[[Tensor], Tensor], llama: Path, tmp_path: Path
+) -> None:
+    """Else a traceback, or a head of NaN that looks as if the drafter had learned nothing."""
+    parts, _ = encoded(name, llama)
+    folder = with_head(llama, tmp_path / "q", parts | {part: change(parts[part])}, SCHEMES[name][1])
+    with pytest.raises(InputError, match=rf"lm_head\.{part} in .* (is of type|not finite)"):
+        TargetHead.from_checkpoint(folder)
+
+
+@pytest.mark.parametrize("name", ["int4 zero points", "int8 zero points"])
+def test_zero_points_that_are_described_and_not_there_are_not_guessed(name: str, llama: Path, tmp_path: Path) -> None:
+    parts, _ = encoded(name, llama)
+    del parts["weight_zero_point"]
+    folder = with_head(llama, tmp_path / "q", parts, SCHEMES[name][1])
+    with pytest.raises(InputError, match=r"lm_head\.weight.*\(pack-quantized\)"):
         check_head(folder)
