@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any, TextIO
 
 import hydra
 import yaml
@@ -44,9 +43,10 @@ from spectrain.config.overrides import (
     set_keys,
     user_drafters,
 )
+from spectrain.config.references import resolve
 from spectrain.config.schema import SpectrainConfig
 from spectrain.errors import ConfigError, InputError
-from spectrain.masking import PRIVATE_FILE, is_secret_key, mask, mask_override, masked_keys, reveal
+from spectrain.masking import PRIVATE_FILE, is_secret_key, mask_override, masked_keys, reveal
 from spectrain.reading import read_text
 
 # What a group means when nobody says otherwise. None: nothing is added to the defaults.
@@ -272,40 +272,7 @@ def _plain(composed: DictConfig) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError("the configuration is not a mapping")
     values.pop("hydra", None)
-    return _resolve(values)
-
-
-def _resolve(values: Mapping[Any, Any]) -> dict[str, Any]:
-    """``values`` with references followed; what is secret, and what came from the environment, as ``MaskedText``."""
-    if not _has_references(values):
-        return cast("dict[str, Any]", mask(values, values))
-    with one_line():
-        resolved = written = OmegaConf.to_container(OmegaConf.create(dict(values)), resolve=True)
-        quoted_values = _quote_environment(values)
-        if quoted_values != values:
-            # The same with references to the environment as they were written, and all that refers to those.
-            written = OmegaConf.to_container(OmegaConf.create(quoted_values), resolve=True)
-    masked: dict[str, Any] = mask(resolved, written)
-    return masked
-
-
-def _has_references(values: Any) -> bool:
-    """Whether OmegaConf has to look at them: also for what is no JSON, which it may refuse."""
-    if isinstance(values, dict):
-        return any(not isinstance(name, str) or _has_references(value) for name, value in values.items())
-    if isinstance(values, list):
-        return any(map(_has_references, values))
-    return "${" in values if isinstance(values, str) else not isinstance(values, bool | int | float | None)
-
-
-def _quote_environment(values: Any) -> Any:
-    if isinstance(values, dict):
-        return {name: _quote_environment(value) for name, value in values.items()}
-    if isinstance(values, list):
-        return [_quote_environment(value) for value in values]
-    if isinstance(values, str) and re.search(r"\$\{\s*oc\.env\s*:", values):
-        return re.sub(r"(?<!\\)\$\{", r"\\${", values)
-    return values
+    return resolve(values)
 
 
 def _register(parsed: Sequence[Override]) -> None:
@@ -409,7 +376,7 @@ def _base_values(parsed: Sequence[Override]) -> dict[str, Any]:
         values["drafter"].pop("revision", None)  # that of another drafter
     kept = {section: value for section, value in values.items() if section not in chosen & set(GROUPS)}
     try:
-        build(_resolve(kept))
+        build(resolve(kept))
     except ConfigError as error:
         raise ConfigError(f"{file}: {error} (correct that file, or name a recipe)") from error
     return kept
