@@ -8,17 +8,18 @@ Least squares from sums: what the closed-form initialisations are solved with. S
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from spectrain.console import say
 from spectrain.drafters.drafter import Drafter
 from spectrain.drafters.shared_solving import SharedText
 from spectrain.target.checkpoint import CheckpointReader
 from spectrain.target.families import Family
 from spectrain.target.head import TargetHead
-from spectrain.target.packed_weights import is_stored, read_weight
+from spectrain.target.packed_weights import NotReadError, is_stored, read_weight
 from spectrain.target.quantization import Quantization
 
 # The norm in front of a layer's MLP: Gemma's has a name of its own, and its post_attention_layernorm is something else.
@@ -26,6 +27,7 @@ MLP_NORMS = ("pre_feedforward_layernorm.weight", "post_attention_layernorm.weigh
 # What is copied together or not at all, by its names in a layer and in the drafter's.
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
+_LAYERS_REMEDY = "use a checkpoint whose layers have 16 bits, or drafter.init=closed_form, which does without"
 _GROUPS = {"self_attn": ATTENTION, "mlp": MLP}
 _NORMS = {
     "self_attn": ("input_layernorm.weight", "self_attn.q_norm.weight", "self_attn.k_norm.weight"),
@@ -34,23 +36,40 @@ _NORMS = {
 
 
 def read_layer(
-    family: Family, reader: CheckpointReader, index: int, parts: Collection[str], quantization: Quantization | None
+    family: Family,
+    reader: CheckpointReader,
+    index: int,
+    parts: Collection[str],
+    quantization: Quantization | None,
+    left_out: list[NotReadError] | None = None,
 ) -> dict[str, Tensor]:
     """Weights of layer ``index`` by their names inside the layer: of its ``parts`` (self_attn, mlp), with their norms.
-    A part that the checkpoint has under other names is left out. InputError for what is quantised in a way that is not
-    read.
+
+    A part that the checkpoint has under other names is left out. So is one that is quantised in a way that is not read,
+    and its first tensor added to ``left_out``; without that list it is an InputError.
     """
     prefixes = (f"{prefix}{family.layers}.{index}." for prefix in family.prefixes)
     start = next((one for one in prefixes if any(name.startswith(one) for name in reader.names)), None)
-    if start is None:
-        return {}
-    wanted = [name for part in parts for name in _NORMS[part] if start + name in reader.names]
-    for part in parts:
+    found: dict[str, Tensor] = {}
+    for part in parts if start is not None else ():
+        names = [name for name in _NORMS[part] if f"{start}{name}" in reader.names]
         matrices = [f"{part}.{name}.weight" for name in _GROUPS[part]]
-        if all(is_stored(reader.names, start + name) for name in matrices):
-            wanted += matrices
-    remedy = "use a checkpoint whose layers have 16 bits, or drafter.init=random, which copies none of them"
-    return {name: read_weight(reader, start + name, quantization, remedy) for name in wanted}
+        if all(is_stored(reader.names, f"{start}{name}") for name in matrices):
+            names += matrices
+        try:
+            found |= {name: read_weight(reader, f"{start}{name}", quantization, _LAYERS_REMEDY) for name in names}
+        except NotReadError as error:
+            if left_out is None:
+                raise
+            left_out.append(error)
+    return found
+
+
+def say_left_out(parts: Sequence[NotReadError]) -> None:
+    """That a drafter cannot begin with parts of the target's layers."""
+    if parts:
+        others = f" (and {len(parts) - 1} more parts of layers)" if len(parts) > 1 else ""
+        say(f"{parts[0].what}{others}: what would have begun as a copy of it begins at random")
 
 
 def mlp_norm(layer: dict[str, Tensor]) -> Tensor | None:

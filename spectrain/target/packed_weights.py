@@ -59,13 +59,22 @@ def is_stored(names: Collection[str], name: str) -> bool:
     return any(_module(name) + codes in names for codes in _PARTS)
 
 
+class NotReadError(InputError):
+    """A tensor in a scheme that is not read here: ``what`` it is, and what to do."""
+
+    def __init__(self, what: str, remedy: str) -> None:
+        super().__init__(f"{what}: {remedy}")
+        self.what = what
+
+
 def read_weight(
     reader: CheckpointReader, name: str, quantization: Quantization | None, remedy: str = _ENDS_REMEDY
 ) -> Tensor:
     """What the tensors of ``name`` stand for, a matrix [N, K] or a tensor of another shape that is not packed: as
     stored where it is in 16 bits or more, else float32.
 
-    Raises ``InputError`` where it is missing, or quantised in a way that is not read here. ``remedy``: what to do then.
+    Raises ``InputError`` where it is missing or damaged, ``NotReadError`` where it is quantised in a way that is not
+    read here. ``remedy``: what to do then.
     """
     parts = _parts(reader, name)
     found = full_precision(reader, name, quantization) if name in reader.names or not parts else None
@@ -73,10 +82,8 @@ def read_weight(
         found = _dequantised(reader, parts, quantization)
     if found is None:
         scheme = "a scheme that config.json does not name" if quantization is None else quantization.name
-        raise InputError(
-            f"tensor {name} in {reader.folder} is quantised by {scheme}{_more_to_it(reader, parts)}, which is not read "
-            f"here: {remedy}"
-        )
+        what = f"tensor {name} in {reader.folder} is quantised by {scheme}{_more_to_it(reader, parts)}"
+        raise NotReadError(f"{what}, which is not read here", remedy)
     return found
 
 

@@ -68,12 +68,14 @@ def test_a_scheme_that_the_embedded_engine_cannot_read_is_named(
     assert (code, Path("run").exists()) == (2, False)
     assert f"quantised by {name.split()[0]}" in said
     assert "engine=vllm" in said
-    by_vllm = [*arguments, f"target.path={folder}", "engine=vllm"]
+    by_vllm = ["run --dry-run", *arguments, f"target.path={folder}", "engine=vllm"]
     read = name not in ("gptq", "bitsandbytes nf4")  # what the drafter begins with; this GPTQ's columns have an order
-    code, said = run(capsys, "run --dry-run", *by_vllm)
-    assert code == (0 if read else 2)
+    code, said = run(capsys, *by_vllm)
+    assert (code, "begins at random" in said) == (0, not read)
     assert read or "model.layers.3.mlp.gate_proj.weight" in said
-    assert run(capsys, "run --dry-run", *by_vllm, "drafter.init=random")[0] == 0
+    code, said = run(capsys, *by_vllm, "drafter.init=target")
+    assert code == (0 if read else 2)
+    assert read or "drafter.init=closed_form" in said
 
 
 def test_partial_rotary_and_longrope_give_a_drafter(

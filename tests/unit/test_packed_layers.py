@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -160,21 +161,21 @@ def test_a_new_head_begins_as_a_packed_last_layer(qwen: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("method", ["dflash", "eagle3"])
-def test_columns_in_an_order_of_their_own_are_named(method: str, llama: Path, tmp_path: Path) -> None:
+def test_columns_in_an_order_of_their_own_are_named(
+    method: str, llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An error where copies are asked for; else that part begins at random, and it is said."""
     folder, _ = with_packed(llama, tmp_path / "q", "gptq 4", [LAST + name for name in MATRICES])
     tensors = load_file(folder / "model.safetensors")
     tensors[f"{LAST}mlp.up_proj.g_idx"] = tensors[f"{LAST}mlp.up_proj.g_idx"].flip(0)
     folder = write_checkpoint(folder, tmp_path / "d", tensors, json.loads((folder / "config.json").read_text()))
-    spec, wanted = TargetSpec.from_folder(folder), rf"{LAST}mlp\.up_proj\.weight.*gptq with g_idx.*drafter\.init=random"
-    with pytest.raises(InputError, match=wanted):
-        find_method(method).check_copies(DrafterConfig(method), spec, folder)
-    assert build_drafter(
-        DrafterConfig(method, init="random"),
-        spec,
-        full_vocab(spec.vocab_size),
-        TargetHead.from_checkpoint(folder),
-        folder,
-    )
+    spec, wanted = TargetSpec.from_folder(folder), rf"{LAST}mlp\.up_proj\.weight.*gptq with g_idx"
+    with pytest.raises(InputError, match=wanted + r".*drafter\.init=closed_form"):
+        find_method(method).check_copies(DrafterConfig(method, init="target"), spec, folder)
+    capsys.readouterr()
+    drafter = begun(folder, method, init="closed_form", num_layers=1)
+    assert re.search(wanted + ".*begins at random", " ".join(capsys.readouterr().err.split()))
+    assert not torch.equal(drafter.body.norm.weight, torch.ones_like(drafter.body.norm.weight))  # a copy
 
 
 def test_experts_in_one_stack_of_codes_are_named(glm: Path, tmp_path: Path) -> None:

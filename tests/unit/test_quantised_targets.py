@@ -166,9 +166,10 @@ def test_drafters_begin_with_dequantised_weights(name: str, method: str, llama: 
 @pytest.mark.parametrize("name", ["gptq", "bitsandbytes int8", "bitsandbytes nf4"])
 def test_or_the_scheme_is_named(name: str, method: str, llama: Path, tmp_path: Path) -> None:
     folder = quantise(name, llama, tmp_path / "q")
-    with pytest.raises(InputError, match=rf"quantised by {name.split()[0]}.*drafter\.init=random"):
+    with pytest.raises(InputError, match=rf"quantised by {name.split()[0]}.*drafter\.init=closed_form"):
         built(method, "target", folder)
-    assert MATRIX in built(method, "random", folder)
+    plain, random = built(method, "closed_form", folder), built(method, "random", folder)
+    assert torch.equal(plain[MATRIX], random[MATRIX]) and not torch.equal(plain["norm.weight"], random["norm.weight"])
 
 
 MATRIX = "layers.0.mlp.down_proj.weight"
