@@ -162,7 +162,7 @@ def _integers(tensors: Mapping[str, Tensor], quantization: Quantization) -> Tens
     if len(fitting) != 1 or packed_NW.shape[0] != outputs:
         return None
     scale_NG = scale.reshape(1, 1).expand(outputs, 1) if scale.numel() == 1 else scale
-    group = _group(scale_NG, (outputs, inputs), quantization.groups)
+    group = _group(scale_NG, (outputs, inputs), quantization.groups_of(inputs))
     if group is None:
         return None
     zero_NG: Tensor | int = 1 << (fitting[0] - 1)
@@ -186,7 +186,7 @@ def _gptq(tensors: Mapping[str, Tensor], quantization: Quantization) -> Tensor |
     if bits is None or words_WN.dtype != torch.int32 or words_WN.shape[1] != outputs:
         return None
     inputs = words_WN.shape[0] * _WORD_BITS // bits
-    group = _group(scale_GN.T, (outputs, inputs), (inputs // scale_GN.shape[0],))
+    group = _group(scale_GN.T, (outputs, inputs), _described(quantization, inputs, scale_GN.shape[0]))
     order = tensors.get("g_idx")
     if group is None or (order is not None and not _in_order(order, scale_GN.shape[0])):
         return None
@@ -205,7 +205,7 @@ def _awq(tensors: Mapping[str, Tensor], quantization: Quantization) -> Tensor | 
     if words_KW is None or scale_GN is None or zeros_GW is None or not quantization.is_awq_gemm:
         return None
     inputs, outputs = words_KW.shape[0], scale_GN.shape[1]
-    group = _group(scale_GN.T, (outputs, inputs), (inputs // scale_GN.shape[0],))
+    group = _group(scale_GN.T, (outputs, inputs), _described(quantization, inputs, scale_GN.shape[0]))
     if group is None or words_KW.dtype != torch.int32 or words_KW.shape[1] * 8 != outputs:
         return None
     if zeros_GW.shape != (scale_GN.shape[0], words_KW.shape[1]):
@@ -257,8 +257,14 @@ def _group(scale_NG: Tensor, shape: tuple[int, int], sizes: Collection[int]) -> 
     outputs, inputs = shape
     if scale_NG.ndim != 2 or scale_NG.shape[0] != outputs:
         return None
-    fitting = {size for size in (inputs, *sizes) if size > 0 and -(-inputs // size) == scale_NG.shape[1]}
+    fitting = {size for size in sizes if size > 0 and -(-inputs // size) == scale_NG.shape[1]}
     return fitting.pop() if len(fitting) == 1 else None
+
+
+def _described(quantization: Quantization, inputs: int, groups: int) -> tuple[int, ...]:
+    """Sizes of groups of GPTQ and AWQ: what config.json says, else what the number of groups says."""
+    size = quantization.group_size
+    return (inputs // groups if size is None else inputs if size == -1 else size,)
 
 
 def _scaled(

@@ -159,6 +159,19 @@ class Quantization:
         """Inputs of a row that share a scale."""
         return frozenset(inputs for outputs, inputs in self.blocks if outputs == 1)
 
+    def groups_of(self, inputs: int) -> frozenset[int]:
+        """How many of a row's ``inputs`` may share a scale, of codes that come with integers: of each described kind of
+        weights its groups', and all where a scale is a row's or the whole matrix's.
+        """
+        shared = any(weights.get("strategy") != "group" for weights in self._weights)
+        return self.groups | ({inputs} if shared or not self._weights else set())
+
+    @property
+    def group_size(self) -> int | None:
+        """That GPTQ and AWQ say of all modules alike, -1: a whole row; None where they do not, or some differ."""
+        size = self.fields.get("group_size")
+        return size if isinstance(size, int) and not self.fields.get("dynamic") else None
+
     @property
     def _unusual(self) -> list[str]:
         """What a kind of AWQ or GPTQ has that others of its name have not, as its configuration says it."""

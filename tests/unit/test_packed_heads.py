@@ -136,3 +136,24 @@ def test_zero_points_that_are_described_and_not_there_are_not_guessed(name: str,
     folder = with_head(llama, tmp_path / "q", parts, SCHEMES[name][1])
     with pytest.raises(InputError, match=r"lm_head\.weight.*\(pack-quantized\)"):
         check_head(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "change"),
+    [
+        ("int4 group", "weight_scale", lambda t: t[:, :1]),
+        ("int8 group", "weight_scale", lambda t: t[:1, :1]),
+        ("int3 in part-filled words", "weight_scale", lambda t: t.reshape(-1)[:1]),
+        ("gptq 4", "scales", lambda t: t[:1]),
+        ("awq", "scales", lambda t: t[:1]),
+    ],
+)
+def test_scales_that_are_fewer_than_described_are_not_spread(
+    name: str, part: str, change: Callable[[Tensor], Tensor], llama: Path, tmp_path: Path
+) -> None:
+    parts, _ = encoded(name, llama)
+    if name == "awq":
+        parts["qzeros"] = change(parts["qzeros"])
+    folder = with_head(llama, tmp_path / "q", parts | {part: change(parts[part]).contiguous()}, SCHEMES[name][1])
+    with pytest.raises(InputError, match=r"lm_head\.weight"):
+        TargetHead.from_checkpoint(folder)
