@@ -10,7 +10,6 @@ import inspect
 import re
 import textwrap
 import typing
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -221,11 +220,10 @@ def _group_line(group: str) -> str:
     names = list(group_options(group))
     if len(names) <= _MOST_OPTIONS:
         return f"{group + '=':<16}{', '.join(names)}"
-    alike = Counter(name.partition("_")[0] for name in names)
-    shown = [
-        f"{kind}_… ({count})" if count > 1 else next(name for name in names if name.partition("_")[0] == kind)
-        for kind, count in alike.items()
-    ]
+    kinds: dict[str, list[str]] = {}
+    for name in names:
+        kinds.setdefault(name.partition("_")[0], []).append(name)
+    shown = [alike[0] if len(alike) == 1 else f"{kind}_… ({len(alike)})" for kind, alike in kinds.items()]
     return f"{group + '=':<16}{', '.join(shown)}: spectrain help {group}"
 
 

@@ -47,9 +47,6 @@ class BatchSlots:
         """The number of a slot that nobody uses; None where there is none."""
         return self._free.popleft() if self._free else None
 
-    def give_back(self, slot: int) -> None:
-        self._free.append(slot)
-
     def writer(self, slot: int) -> SlotWriter:
         return SlotWriter(self._number, slot, self._part(slot))
 

@@ -68,7 +68,7 @@ class PromptScreen:
         error: InputError | None = None
         for conversation in conversations:
             try:
-                self._look(conversation)
+                self.digest(conversation)
                 taken.append(conversation)
             except InputError as rejected:
                 error = error or rejected
@@ -78,7 +78,7 @@ class PromptScreen:
 
     def _with_room(self, conversations: Sequence[Conversation], data: DataConfig) -> list[Conversation]:
         for conversation in conversations:
-            self._look(conversation)
+            self.digest(conversation)  # which renders all turns, and with them the first prompt
             self._template.require_embedded(conversation, [self._template.first_prompt_size(conversation)[1]])
         fitting = [c for c in conversations if self._length(c) < self._max_length]
         if len(fitting) < len(conversations) and not (data.skip_too_long or data.selects):
@@ -97,13 +97,6 @@ class PromptScreen:
 
     def digest(self, conversation: Conversation) -> bytes:
         """Of the ids that the target is shown of its turns: equal ones it cannot tell apart."""
-        return self._look(conversation)
-
-    def _length(self, conversation: Conversation) -> int:
-        """Of the first prompt, in tokens."""
-        return self._template.first_prompt_size(conversation)[0]
-
-    def _look(self, conversation: Conversation) -> bytes:
         key = conversation.prompt_digest()
         if key not in self._shown:
             first = self._template.first_prompt_ids(conversation)
@@ -114,3 +107,7 @@ class PromptScreen:
             ]
             self._shown[key] = bytes.fromhex(digest_json([first, *further]))
         return self._shown[key]
+
+    def _length(self, conversation: Conversation) -> int:
+        """Of the first prompt, in tokens."""
+        return self._template.first_prompt_size(conversation)[0]

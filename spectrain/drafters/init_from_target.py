@@ -8,7 +8,9 @@ Least squares from sums: what the closed-form initialisations are solved with. S
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -17,17 +19,17 @@ from spectrain.console import say
 from spectrain.drafters.drafter import Drafter
 from spectrain.drafters.shared_solving import SharedText
 from spectrain.target.checkpoint import CheckpointReader
-from spectrain.target.families import Family
+from spectrain.target.families import Family, family_of
 from spectrain.target.head import TargetHead
-from spectrain.target.packed_weights import NotReadError, is_stored, read_weight
-from spectrain.target.quantization import Quantization
+from spectrain.target.packed_weights import NotReadError, ShapesReader, is_stored, read_weight
+from spectrain.target.spec import TargetSpec
 
 # The norm in front of a layer's MLP: Gemma's has a name of its own, and its post_attention_layernorm is something else.
 MLP_NORMS = ("pre_feedforward_layernorm.weight", "post_attention_layernorm.weight")
 # What is copied together or not at all, by its names in a layer and in the drafter's.
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
-_LAYERS_REMEDY = "use a checkpoint whose layers have 16 bits, or drafter.init=closed_form, which does without"
+_REMEDY = "use a checkpoint whose layers have 16 bits, or drafter.init=closed_form, which does without"
 _GROUPS = {"self_attn": ATTENTION, "mlp": MLP}
 _NORMS = {
     "self_attn": ("input_layernorm.weight", "self_attn.q_norm.weight", "self_attn.k_norm.weight"),
@@ -35,41 +37,55 @@ _NORMS = {
 }
 
 
-def read_layer(
-    family: Family,
-    reader: CheckpointReader,
-    index: int,
-    parts: Collection[str],
-    quantization: Quantization | None,
-    left_out: list[NotReadError] | None = None,
-) -> dict[str, Tensor]:
-    """Weights of layer ``index`` by their names inside the layer: of its ``parts`` (self_attn, mlp), with their norms.
+@dataclass(frozen=True)
+class CopiedLayers:
+    """What a drafter begins with: ``parts`` (self_attn, mlp) of each of the target's last ``count`` layers, with their
+    norms.
 
-    A part that the checkpoint has under other names is left out. So is one that is quantised in a way that is not read,
-    and its first tensor added to ``left_out``; without that list it is an InputError.
+    A part that the checkpoint has under other names is left out. One that is quantised in a way that is not read is,
+    too, unless it is ``required``.
     """
-    prefixes = (f"{prefix}{family.layers}.{index}." for prefix in family.prefixes)
-    start = next((one for one in prefixes if any(name.startswith(one) for name in reader.names)), None)
-    found: dict[str, Tensor] = {}
-    for part in parts if start is not None else ():
-        names = [name for name in _NORMS[part] if f"{start}{name}" in reader.names]
-        matrices = [f"{part}.{name}.weight" for name in _GROUPS[part]]
-        if all(is_stored(reader.names, f"{start}{name}") for name in matrices):
-            names += matrices
-        try:
-            found |= {name: read_weight(reader, f"{start}{name}", quantization, _LAYERS_REMEDY) for name in names}
-        except NotReadError as error:
-            if left_out is None:
-                raise
-            left_out.append(error)
-    return found
 
+    count: int
+    parts: tuple[str, ...]
+    required: bool
 
-def say_left_out(parts: Sequence[NotReadError]) -> None:
-    """That a drafter cannot begin with parts of the target's layers."""
-    if parts:
-        others = f" (and {len(parts) - 1} more parts of layers)" if len(parts) > 1 else ""
-        say(f"{parts[0].what}{others}: what would have begun as a copy of it begins at random")
+    def read(
+        self, family: Family, spec: TargetSpec, reader: CheckpointReader, left_out: list[NotReadError]
+    ) -> Iterator[dict[str, Tensor]]:
+        """Weights by their names inside a layer, layer by layer; nothing where the target has fewer. ``left_out`` gets
+        the first tensors of parts that are not read; InputError for one that is required.
+        """
+        for index in range(spec.num_layers - self.count, spec.num_layers):
+            yield {} if index < 0 else self._layer(family, spec, reader, index, left_out)
+
+    def check(self, spec: TargetSpec, folder: Path) -> None:
+        """As ``read``, of shapes alone; says what is left out."""
+        left_out: list[NotReadError] = []
+        for _ in self.read(family_of(spec.config), spec, ShapesReader(folder), left_out):
+            pass
+        if left_out:
+            others = f" (and {len(left_out) - 1} more parts of layers)" if len(left_out) > 1 else ""
+            say(f"{left_out[0].what}{others}: what would have begun as a copy of it begins at random")
+
+    def _layer(
+        self, family: Family, spec: TargetSpec, reader: CheckpointReader, index: int, left_out: list[NotReadError]
+    ) -> dict[str, Tensor]:
+        prefixes = (f"{prefix}{family.layers}.{index}." for prefix in family.prefixes)
+        start = next((one for one in prefixes if any(name.startswith(one) for name in reader.names)), None)
+        found: dict[str, Tensor] = {}
+        for part in self.parts if start is not None else ():
+            names = [name for name in _NORMS[part] if f"{start}{name}" in reader.names]
+            matrices = [f"{part}.{name}.weight" for name in _GROUPS[part]]
+            if all(is_stored(reader.names, f"{start}{name}") for name in matrices):
+                names += matrices
+            try:
+                found |= {name: read_weight(reader, f"{start}{name}", spec.quantization, _REMEDY) for name in names}
+            except NotReadError as error:
+                if self.required:
+                    raise
+                left_out.append(error)
+        return found
 
 
 def mlp_norm(layer: dict[str, Tensor]) -> Tensor | None:

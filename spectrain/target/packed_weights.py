@@ -59,6 +59,11 @@ def is_stored(names: Collection[str], name: str) -> bool:
     return any(_module(name) + codes in names for codes in _PARTS)
 
 
+def scheme_of(quantization: Quantization | None) -> str:
+    """What a person would call it."""
+    return "a scheme that config.json does not name" if quantization is None else quantization.name
+
+
 class NotReadError(InputError):
     """A tensor in a scheme that is not read here: ``what`` it is, and what to do."""
 
@@ -81,8 +86,7 @@ def read_weight(
     if found is None:
         found = _dequantised(reader, parts, quantization)
     if found is None:
-        scheme = "a scheme that config.json does not name" if quantization is None else quantization.name
-        what = f"tensor {name} in {reader.folder} is quantised by {scheme}{_more_to_it(reader, parts)}"
+        what = f"tensor {name} in {reader.folder} is quantised by {scheme_of(quantization)}{_more_to_it(reader, parts)}"
         raise NotReadError(f"{what}, which is not read here", remedy)
     return found
 

@@ -154,17 +154,13 @@ class Quantization:
         found = (weights.get("num_bits") for weights in self._weights if weights.get("type", "int") == "int")
         return frozenset(bits for bits in found if isinstance(bits, int) and 0 < bits <= 8)
 
-    @property
-    def groups(self) -> frozenset[int]:
-        """Inputs of a row that share a scale."""
-        return frozenset(inputs for outputs, inputs in self.blocks if outputs == 1)
-
     def groups_of(self, inputs: int) -> frozenset[int]:
         """How many of a row's ``inputs`` may share a scale, of codes that come with integers: of each described kind of
         weights its groups', and all where a scale is a row's or the whole matrix's.
         """
+        groups = {columns for rows, columns in self.blocks if rows == 1}
         shared = any(weights.get("strategy") != "group" for weights in self._weights)
-        return self.groups | ({inputs} if shared or not self._weights else set())
+        return frozenset(groups | ({inputs} if shared or not self._weights else set()))
 
     @property
     def group_size(self) -> int | None:

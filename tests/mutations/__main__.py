@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import autoregressive
+import batches
 import block
 import config
 import data
@@ -54,21 +55,20 @@ ROOT = HERE.parents[1]
 COPIED, LINKED = ("spectrain", "tests"), ("conf", "data_gen", "recipes", "eval", "docs", "README.md", "pyproject.toml")
 TIMEOUT_S = 600
 AREAS = (
-    *(
-        autoregressive,
-        mtp,
-        block,
-        drafters,
-        decoding,
-        data,
-        engines,
-        training,
-        evaluation,
-        stages,
-        states,
-        config,
-        targets,
-    ),
+    autoregressive,
+    mtp,
+    block,
+    drafters,
+    decoding,
+    data,
+    batches,
+    engines,
+    training,
+    evaluation,
+    stages,
+    states,
+    config,
+    targets,
     gemma4,
     generic,
     publishing,

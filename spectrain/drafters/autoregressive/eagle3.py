@@ -49,7 +49,7 @@ from spectrain.drafters.foreign_checkpoints import (
     taps,
     window_fields,
 )
-from spectrain.drafters.init_from_target import MLP, copy_weights, mlp_norm, read_layer, say_left_out
+from spectrain.drafters.init_from_target import MLP, CopiedLayers, copy_weights, mlp_norm
 from spectrain.drafters.layers import (
     LayerShape,
     Projections,
@@ -65,9 +65,7 @@ from spectrain.drafters.layers import (
 )
 from spectrain.errors import InputError
 from spectrain.target.checkpoint import CheckpointReader
-from spectrain.target.families import Family, family_of
 from spectrain.target.head import TargetHead
-from spectrain.target.packed_weights import NotReadError, ShapesReader
 from spectrain.target.spec import TargetSpec
 
 
@@ -277,22 +275,17 @@ class Eagle3Method(AutoregressiveMethod):
         body, layer = drafter.body, drafter.body.layers[0]
         offset = 1.0 if head.one_plus else 0.0
         body.norm.weight.copy_(head.norm_weight + offset)
-        last = self._copied(head.math.family, spec, CheckpointReader(folder), drafter.config)[0]
+        last = next(self._copied(drafter.config).read(head.math.family, spec, CheckpointReader(folder), []))
         gain = mlp_norm(last)
         # Else a mixture of experts, fused projections, another width: the drafter's own initialisation stays.
         if gain is not None and copy_weights(layer.mlp, "mlp", MLP, last):
             layer.post_attention_layernorm.weight.copy_(gain.float() + offset)
 
     def check_copies(self, config: DrafterConfig, spec: TargetSpec, folder: Path) -> None:
-        say_left_out(self._copied(family_of(spec.config), spec, ShapesReader(folder), config)[1])
+        self._copied(config).check(spec, folder)
 
-    def _copied(
-        self, family: Family, spec: TargetSpec, reader: CheckpointReader, config: DrafterConfig
-    ) -> tuple[dict[str, Tensor], list[NotReadError]]:
-        """What it begins with, and what cannot be read."""
-        left_out: list[NotReadError] = []
-        allowed = None if config.init == "target" else left_out
-        return read_layer(family, reader, spec.num_layers - 1, ("mlp",), spec.quantization, allowed), left_out
+    def _copied(self, config: DrafterConfig) -> CopiedLayers:
+        return CopiedLayers(1, ("mlp",), required=config.init == "target")
 
     def describe(self, drafter: Any) -> dict[str, Any]:
         shape: Eagle3Shape = drafter.shape

@@ -18,7 +18,7 @@ from torch import Tensor
 from spectrain.errors import InputError
 from spectrain.target.checkpoint import CheckpointReader
 from spectrain.target.mtp_heads import MtpHead
-from spectrain.target.packed_weights import ShapesReader, read_weight
+from spectrain.target.packed_weights import ShapesReader, read_weight, scheme_of
 from spectrain.target.quantization import Quantization
 
 _NORM, _LAYER = "norm.", "layers.0."
@@ -65,10 +65,9 @@ class HeadReader:
         module, _, own = name.rpartition(".")
         codes = [one for one in self.reader.of_module(module) if one.rpartition(".")[2].startswith(f"{own}_")]
         if codes:
-            scheme = "a scheme that config.json does not name" if self.quantization is None else self.quantization.name
             raise InputError(
-                f"tensor {min(codes)} in {self.reader.folder}: experts in one stack, quantised by {scheme}, are not "
-                f"read here: {_REMEDY}"
+                f"tensor {min(codes)} in {self.reader.folder}: experts in one stack, quantised by "
+                f"{scheme_of(self.quantization)}, are not read here: {_REMEDY}"
             )
 
     def body_tensor(self, body_name: str, shape: torch.Size, name: str) -> Tensor:

@@ -8,12 +8,12 @@ causal if it is a sliding one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from spectrain.config.drafter_schema import DrafterConfig
 from spectrain.config.trainer_schema import TrainerConfig
@@ -29,16 +29,14 @@ from spectrain.drafters.foreign_checkpoints import (
     mask_token,
     speculators_fields,
 )
-from spectrain.drafters.init_from_target import ATTENTION, MLP, copy_weights, mlp_norm, read_layer, say_left_out
+from spectrain.drafters.init_from_target import ATTENTION, MLP, CopiedLayers, copy_weights, mlp_norm
 from spectrain.drafters.layers import from_layer_config, layer_shape, sliding_layers, to_layer_config, window_of
 from spectrain.drafters.mask_token import mask_token_of, resolve_mask_token
 from spectrain.drafters.registry import Corpus, DrafterMethod
 from spectrain.drafters.training_cost import BatchSize, CorpusSize, TrainingCost, TrainingRows
 from spectrain.errors import ConfigError
 from spectrain.target.checkpoint import CheckpointReader
-from spectrain.target.families import Family, family_of
 from spectrain.target.head import TargetHead
-from spectrain.target.packed_weights import NotReadError, ShapesReader
 from spectrain.target.spec import TargetSpec
 
 # Matrices that an output does not meet as a product: the fused taps are made once a token, tables are looked up.
@@ -121,7 +119,7 @@ class BlockMethod(DrafterMethod):
         body.norm.weight.copy_(head.norm_weight + offset)
         hidden = spec.hidden_size
         body.fc.weight[:, -hidden:] += torch.eye(hidden)  # taps ascend, so the deepest comes last
-        copied = self._copied(head.math.family, spec, CheckpointReader(folder), drafter.config, [])
+        copied = self._copied(drafter.config).read(head.math.family, spec, CheckpointReader(folder), [])
         for layer, source in zip(body.layers, copied, strict=True):
             gain = source.get("input_layernorm.weight")
             if gain is not None and copy_weights(layer.self_attn, "self_attn", ATTENTION, source):
@@ -133,25 +131,10 @@ class BlockMethod(DrafterMethod):
                 layer.post_attention_layernorm.weight.copy_(gain.float() + offset)
 
     def check_copies(self, config: DrafterConfig, spec: TargetSpec, folder: Path) -> None:
-        left_out: list[NotReadError] = []
-        for _ in self._copied(family_of(spec.config), spec, ShapesReader(folder), config, left_out):
-            pass
-        say_left_out(left_out)
+        self._copied(config).check(spec, folder)
 
-    def _copied(
-        self,
-        family: Family,
-        spec: TargetSpec,
-        reader: CheckpointReader,
-        config: DrafterConfig,
-        left_out: list[NotReadError],
-    ) -> Iterator[dict[str, Tensor]]:
-        """Of each of the drafter's layers what it begins with, layer by layer; nothing where the target has fewer.
-        ``left_out`` becomes what cannot be read.
-        """
-        allowed, parts = None if config.init == "target" else left_out, ("self_attn", "mlp")
-        for index in range(spec.num_layers - config.num_layers, spec.num_layers):
-            yield {} if index < 0 else read_layer(family, reader, index, parts, spec.quantization, allowed)
+    def _copied(self, config: DrafterConfig) -> CopiedLayers:
+        return CopiedLayers(config.num_layers, ("self_attn", "mlp"), required=config.init == "target")
 
     def training_cost(
         self, config: DrafterConfig, trainer: TrainerConfig, entries: Mapping[str, int], corpus: CorpusSize

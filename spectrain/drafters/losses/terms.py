@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 FUSED_TERMS = ("ce", "kl", "tv", "lk")
-_LEAST_OVERLAP = 1e-6
+LEAST_OVERLAP = 1e-6
 
 
 @dataclass
@@ -93,7 +93,7 @@ def terms_and_gradient(
         stats_5ck[1] = kl_ck * counted_ck
     work_ckD = torch.minimum(p_ckD, q_c1D, out=logits_ckD)  # the logits are not needed any more
     overlap_ck.copy_(work_ckD.sum(-1))
-    safe_ck = overlap_ck.clamp(min=_LEAST_OVERLAP)
+    safe_ck = overlap_ck.clamp(min=LEAST_OVERLAP)
     stats_5ck[2] = (1 - overlap_ck) * counted_ck
     stats_5ck[3] = -safe_ck.log() * counted_ck
     stats_5ck[4] = (best_ck == target_c[:, None]) & counted_ck

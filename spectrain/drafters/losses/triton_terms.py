@@ -23,9 +23,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from spectrain.drafters.losses.terms import FUSED_TERMS, Outcome, TeacherProbs
+from spectrain.drafters.losses.terms import FUSED_TERMS, LEAST_OVERLAP, Outcome, TeacherProbs
 
-LEAST_OVERLAP = tl.constexpr(1e-6)  # as in terms.py
+_LEAST_OVERLAP = tl.constexpr(LEAST_OVERLAP)
 _BLOCK = 4096  # logits at a time: 16 a thread and sum on wavefronts of 32, 8 on those of 64
 _WARPS = 8
 
@@ -139,7 +139,7 @@ def _row(  # type: ignore[no-untyped-def]
             overlap_B += tl.minimum(p_B, q_B)
             below_B += tl.where(p_B < q_B, p_B, 0.0)
         overlap = tl.sum(overlap_B, 0)
-        safe = tl.maximum(overlap, LEAST_OVERLAP)
+        safe = tl.maximum(overlap, _LEAST_OVERLAP)
         loss += tv_w * (1 - overlap) - lk_w * tl.log(safe)
         slope = tv_w + lk_w / safe
         a += slope * tl.sum(below_B, 0)
@@ -160,7 +160,7 @@ def _row(  # type: ignore[no-untyped-def]
     tl.store(found_ptr + row, ce * counted)
     tl.store(found_ptr + rows + row, kl * counted)
     tl.store(found_ptr + 2 * rows + row, (1 - overlap) * counted)
-    tl.store(found_ptr + 3 * rows + row, -tl.log(tl.maximum(overlap, LEAST_OVERLAP)) * counted)
+    tl.store(found_ptr + 3 * rows + row, -tl.log(tl.maximum(overlap, _LEAST_OVERLAP)) * counted)
     tl.store(found_ptr + 4 * rows + row, (best == target).to(tl.float32) * counted)
     tl.store(found_ptr + 5 * rows + row, overlap)
     tl.store(found_ptr + 6 * rows + row, loss * weight)
